@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.display.figure import draw_matrix
-from scio_recorder.display.outline import Listed, Listing, full_name
+from scio_recorder.display.outline import full_name, visible
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ArgumentError, ComparisonError, needing
 from scio_recorder.layer import DepthIdx, Layer, counted, few, label_of
@@ -135,16 +135,12 @@ def similarity(
         for layer, features in zip(layers_of_one, side, strict=True)
         if features.trouble
     ]
-    is_of_one = len(recordings) == 1
-    return Similarity(values, named[0], named[-1], recording_a.num_rows, tuple(notes), is_of_one)
+    return Similarity(values, named[0], named[-1], recording_a.num_rows, tuple(notes))
 
 
-@dataclass(frozen=True, eq=False)
-class Similarity(Listed):
+@dataclass(frozen=True, eq=False, repr=False)
+class Similarity:
     """How alike the layers of two recordings are; made by :func:`~scio_recorder.similarity`.
-
-    For each layer of the first recording, ``print`` shows the layer of the second that is most
-    alike; with one recording, the most similar other layer.
 
     Attributes
     ----------
@@ -158,9 +154,7 @@ class Similarity(Listed):
     num_rows : int
         The number of compared rows of the recordings: samples, tokens or nodes.
     notes : tuple of str
-        Why some values are NaN.
-    is_of_one : bool
-        Whether one recording was given twice.
+        Why some values are NaN; ``print`` shows them.
     """
 
     values: Tensor
@@ -168,7 +162,6 @@ class Similarity(Listed):
     layers_b: tuple[Layer, ...]
     num_rows: int
     notes: tuple[str, ...] = ()
-    is_of_one: bool = False
 
     def to_frame(self) -> pd.DataFrame:
         """Return the values with the names of layers.
@@ -199,8 +192,7 @@ class Similarity(Listed):
     def plot(self) -> Figure:
         """Draw a heat map with the names of layers on both axes, in the order in which they return.
 
-        The first layers are at the lower left, and the diagonal rises from there. A dot marks, for
-        each layer of the first recording, the one of the second that is most alike.
+        The first layers are at the lower left, and the diagonal rises from there.
 
         Returns
         -------
@@ -218,33 +210,18 @@ class Similarity(Listed):
         'Linear CKA of 2 x 2 layers over 3 rows'
         """
         names = [list(map(full_name, side)) for side in (self.layers_a, self.layers_b)]
-        values = self.values.numpy()
-        return draw_matrix(self._title(), values, (names[0], names[1]), _NAMES, self._peaks())
+        return draw_matrix(self._title, self.values.numpy(), (names[0], names[1]), _NAMES)
 
     def __repr__(self) -> str:
-        return f"<{self._title()}>"
+        return f"<{self._title}>"
 
+    def __str__(self) -> str:
+        return "\n".join(map(visible, (self._title, *self.notes)))
+
+    @property
     def _title(self) -> str:
         sides = f"{len(self.layers_a)} x {len(self.layers_b)} layers"
         return f"Linear CKA of {sides} over {self.num_rows:,} rows"
-
-    def _peaks(self) -> list[int | None]:
-        """Return the column of the largest value of each row, other than that of the same layer."""
-        values = self.values.nan_to_num(-1.0)
-        if self.is_of_one:
-            values.fill_diagonal_(-1.0)
-        return [None if row.amax() < 0 else int(row.argmax()) for row in values]
-
-    def _listing(self) -> Listing:
-        lines = []
-        for layer, row, peak in zip(self.layers_a, self.values, self._peaks(), strict=True):
-            alike = ["", "", ""]
-            if peak is not None:
-                other = self.layers_b[peak]
-                alike = [str(other.label), full_name(other), f"{float(row[peak]):.4f}"]
-            lines.append([str(layer.label), full_name(layer), layer.type_name, *alike])
-        texts = ("Label", "Name", "Type", "Label", "Most alike")
-        return Listing(self._title(), texts, ("CKA",), lines, notes=self.notes)
 
 
 def _samples_of(recording: Recording, layers: object, name: str) -> dict[DepthIdx, Tensor]:
@@ -314,7 +291,7 @@ class _Features:
             self.trouble = "spreads beyond float64" if held else "has values that are not finite"
         # The scale cancels out. It keeps fourth powers of large values from overflowing. The
         # reciprocal of the smallest numbers would overflow itself.
-        self._scale = 1.0 if self.trouble else spread
+        self._scale = math.nan if self.trouble else spread
 
     def centred(self, rows: range) -> Tensor:
         """Return some rows, ready to be multiplied."""
@@ -349,19 +326,11 @@ class _Features:
 
 def _values(first: Sequence[_Features], second: Sequence[_Features]) -> Tensor:
     """Return linear CKA of each pair of layers; NaN where one has trouble."""
-    device = first[0].device
-    found = torch.full((len(first), len(second)), torch.nan, dtype=torch.float64, device=device)
-    own = [place for place, one in enumerate(first) if not one.trouble]
-    other = [place for place, one in enumerate(second) if not one.trouble]
-    if not (own and other):
-        return found
-    layers = [first[place] for place in own]
-    if first is not second:
-        layers += [second[place] for place in other]
+    layers = [*first] if first is second else [*first, *second]
     pairs = [
         (one, two)
         for one, two in combinations_with_replacement(range(len(layers)), 2)
-        if one == two or first is second or one < len(own) <= two
+        if one == two or first is second or one < len(first) <= two
     ]
     norms_of = _by_rows if _is_cheaper_by_rows(layers, pairs) else _by_features
     norms = norms_of(layers, pairs).triu()
@@ -369,9 +338,7 @@ def _values(first: Sequence[_Features], second: Sequence[_Features]) -> Tensor:
     squares = norms.diagonal().sqrt()
     # Rounding may exceed the range a little.
     values = (norms / (squares[:, None] * squares)).clamp_(max=1.0)
-    rows = torch.tensor(own, device=device)[:, None]
-    found[rows, torch.tensor(other, device=device)] = values[: len(own), -len(other) :]
-    return found
+    return values[: len(first), -len(second) :]
 
 
 def _is_cheaper_by_rows(layers: Sequence[_Features], pairs: _Pairs) -> bool:
@@ -383,7 +350,7 @@ def _is_cheaper_by_rows(layers: Sequence[_Features], pairs: _Pairs) -> bool:
 
 def _by_rows(layers: Sequence[_Features], pairs: _Pairs) -> Tensor:
     """Return the squared norm of each product of two layers, from products of rows."""
-    widest = max(one.width for one in layers)
+    widest = max(1, *(one.width for one in layers))
     step = max(1, min(math.isqrt(_SUMS // len(layers)), _FACTORS // widest))
     blocks = list(combinations_with_replacement(_parts(range(layers[0].num_rows), step), 2))
     norms = torch.zeros(len(layers), len(layers), dtype=torch.float64, device=layers[0].device)
@@ -412,7 +379,7 @@ def _by_features(layers: Sequence[_Features], pairs: _Pairs) -> Tensor:
 
 def _squared_norm(one: _Features, two: _Features) -> Tensor:
     sums = torch.zeros(one.width, two.width, dtype=torch.float64, device=one.device)
-    for rows in _parts(range(one.num_rows), max(1, _FACTORS // max(one.width, two.width))):
+    for rows in _parts(range(one.num_rows), max(1, _FACTORS // max(1, one.width, two.width))):
         sums.addmm_(one.centred(rows).T, two.centred(rows))
     return sums.square_().sum()
 

@@ -35,9 +35,11 @@ _OPTIONS = {
     "dtype": "--keep-dtype",
     "dtypes": "--dtype",
     "every": "--every",
+    "atol": "--atol",
     "floor": "--floor",
     "match": "--match",
     "max_batches": "--max-batches",
+    "rtol": "--rtol",
     "rows": "--rows",
 }
 # What is written otherwise on the command line, after keywords became options.

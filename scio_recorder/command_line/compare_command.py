@@ -33,7 +33,7 @@ _NOTHING = object()
 
 def compare(parsed: Namespace, console: Console) -> int:
     """Find the layers in which two runs differ, and the one that makes the difference."""
-    given = [parsed.reference, parsed.candidate, *filter(None, [parsed.floor])]
+    given = [parsed.reference, parsed.candidate]
     match = dict(_pair(text) for text in parsed.match)
     rows = rows_of(parsed.rows)
     _refuse_mixtures(parsed, given)
@@ -48,7 +48,7 @@ def compare(parsed: Namespace, console: Console) -> int:
         match or None,
         parsed.rtol,
         parsed.atol,
-        floor=runs[2] if parsed.floor is not None else None,
+        floor=parsed.floor,
         max_batches=parsed.max_batches,
         to_inputs=_to_inputs_of(runs, inputs),
         rows=rows,

@@ -327,7 +327,6 @@ def draw_matrix(
     values: Floats,
     names: tuple[Sequence[str], Sequence[str]],
     axes: tuple[str, str],
-    peaks: Sequence[int | None],
 ) -> Figure:
     """Draw numbers from 0 to 1 as a heat map, the first row at the bottom.
 
@@ -341,8 +340,6 @@ def draw_matrix(
         Names of rows and columns.
     axes : (str, str)
         Titles of the axes of rows and columns.
-    peaks : sequence of int or None
-        For each row, the column that gets a dot.
     """
     rows, columns = names
     height, width = (_extent_of(len(side)) for side in names)
@@ -354,10 +351,6 @@ def draw_matrix(
     figure.colorbar(image, ax=axis, pad=0.02)
     ends = (0, len(columns) - 1), (0, len(rows) - 1)
     axis.plot(*ends, color=VERMILION, linestyle=":", linewidth=1)
-    size = min(7.0, 18 * min(width / len(columns), height / len(rows)))
-    for row, column in enumerate(peaks):
-        if column is not None:
-            axis.plot(column, row, "o", color=VERMILION, markersize=size, clip_on=False)
     _name_ticks(axis, "x", columns, width)
     _name_ticks(axis, "y", rows, height)
     axis.set(ylabel=axes[0], xlabel=axes[1])
@@ -371,7 +364,6 @@ def draw_profile(
     names: Sequence[str],
     values: Floats,
     differs: NDArray[np.bool_],
-    noise: Floats | None,
     marked: int | None,
 ) -> Figure:
     """Draw numbers on a logarithmic scale, with zeros on a line below and infinities on one above.
@@ -388,25 +380,20 @@ def draw_profile(
         A number from 0 to infinity for each layer; NaN if there is none.
     differs : array of bool
         Whether the number counts as a difference.
-    noise : array of float or None
-        The noise in each number.
     marked : int or None
         The layer that stands out.
     """
     width = min(14.0, max(6.0, 2.5 + 0.25 * len(names)))
     figure, axis = _axes(width, 4.8)
     axis.set_yscale("log")
-    known = values if noise is None else np.concatenate([values, noise])
-    known = known[np.isfinite(known) & (known > 0)]
+    known = values[np.isfinite(values) & (values > 0)]
     low, high = (known.min() / _APART, known.max() * _APART) if len(known) else (0.1, 10.0)
     axis.set_ylim(low / 2, high * 2)
     _line(axis, low, "equal")
     if not np.isfinite(values).all():
         _line(axis, high, "no finite number")
-    if noise is not None:
-        level = _heights(noise, low, high)
-        axis.plot(level, ":", color="0.45", marker=".", markersize=4, label="noise of the floor")
-    _points(axis, _heights(values, low, high), differs, marked)
+    heights = np.where(np.isfinite(values), np.clip(values, low, high), high)
+    _points(axis, heights, differs, marked)
     _name_ticks(axis, "x", names, width)
     axis.set(xlim=(-0.6, len(names) - 0.4), ylabel=measure)
     axis.grid(axis="y", alpha=0.3)
@@ -420,10 +407,6 @@ def _line(axis: Axes, height: float, name: str) -> None:
     axis.axhline(height, color="0.6", linewidth=0.8, linestyle="--")
     across = axis.get_yaxis_transform()
     axis.text(1.0, height, name, fontsize=7, ha="right", va="bottom", transform=across)
-
-
-def _heights(values: Floats, low: float, high: float) -> Floats:
-    return np.where(np.isfinite(values), np.clip(values, low, high), high)
 
 
 def _points(axis: Axes, heights: Floats, differs: NDArray[np.bool_], marked: int | None) -> None:

@@ -286,14 +286,6 @@ def test_values_at_the_limit_of_float64_are_not_said_to_be_infinite() -> None:
     )
 
 
-def test_nothing_is_marked_where_nothing_is_alike() -> None:
-    found = similarity(*[recorded(nn.Identity(), torch.ones(9, 3))] * 2)
-    axis = found.plot().axes[0]
-    assert not [line for line in axis.lines if line.get_marker() == "o"]
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["(root)"]
-    assert str(found).splitlines()[2].split() == ["0-1", "(root)", "Identity"]
-
-
 def test_what_can_not_be_compared(first: Recording, second: Recording) -> None:
     ids = torch.arange(90) + 1000
     with pytest.raises(ComparisonError, match=r"90 of 90 samples.*: 0, 1, 2, 3, 4 and"):
@@ -342,11 +334,7 @@ def test_frame_and_figure_have_names(first: Recording, second: Recording) -> Non
     assert [label.get_text() for label in axis.get_yticklabels()] == [*"01234", "(root)"]
     drawn = axis.images[0].get_array()
     assert drawn[3, 1] == found.values[3, 1]
-    assert str(found).splitlines()[0] == "Linear CKA of 6 x 4 layers over 90 rows"
-    row = str(found).splitlines()[2].split()
-    best = int(found.values[0].argmax())
-    assert row[:3] == ["1-1", "0", "Conv2d"]
-    assert row[-1] == f"{found.values[0, best]:.4f}"
+    assert str(found) == "Linear CKA of 6 x 4 layers over 90 rows"
 
 
 def test_calls_of_one_module_have_names_of_their_own() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from scio_recorder.analysis.comparing.comparison import Comparison
 from scio_recorder.analysis.comparing.difference import Difference
 from scio_recorder.analysis.comparing.findings import SampleId
-from scio_recorder.analysis.comparing.matching import Match, Pair, match_layers, match_sides
+from scio_recorder.analysis.comparing.matching import Pair, match_sides
 from scio_recorder.analysis.comparing.measures import Tolerance
 from scio_recorder.analysis.comparing.sides import (
     NetworkSide,
@@ -24,8 +23,7 @@ from scio_recorder.analysis.comparing.sides import (
 )
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.display.progress import progress_bar
-from scio_recorder.errors import ComparisonError
-from scio_recorder.layer import DepthIdx
+from scio_recorder.errors import ComparisonError, warn
 from scio_recorder.nets.state.moment import random_state, restore_random
 from scio_recorder.nets.state.untouched import untouched
 from scio_recorder.recorder.recorder import Recorder
@@ -50,7 +48,7 @@ def compare(
     rtol: float = 0.0,
     atol: float = 0.0,
     *,
-    floor: Recorder | Recording | None = None,
+    floor: object = None,
     max_batches: int | None = None,
     to_inputs: ToInputs | Sequence[ToInputs] | None = None,
     sample_ids: Callable[[Any], Any] | None = None,
@@ -77,16 +75,13 @@ def compare(
     rtol, atol : float, default 0
         Numbers are equal within ``atol + rtol * |reference|``. With both 0 they are equal bit for
         bit; other dtypes are compared as numbers. NaNs in the same places are equal.
-    floor : Recorder or Recording, optional
-        A third run, whose differences from the reference are noise: the reference in another
-        precision, or on other hardware. A layer differs only if the candidate clearly exceeds
-        the noise.
+    floor : optional
+        Ignored with a warning: noise between runs is no longer measured. Give tolerances.
     max_batches : int, optional
         Stop after this number of batches.
     to_inputs : callable or sequence of callables, optional
         ``batch ->`` inputs of the net, as for ``collect``. Two functions are for the reference and
-        for the candidate, if their inputs differ, for example in the device. A floor takes the
-        inputs of the candidate, or has a third function.
+        for the candidate, if their inputs differ, for example in the device.
     sample_ids : callable, optional
         ``batch ->`` one integer or string for each sample. Samples of recordings are looked up by
         these ids. By default samples are numbered from 0 on.
@@ -118,88 +113,39 @@ def compare(
     >>> difference.first.layer.name, difference.first.inputs_equal, difference["1"].max_abs
     ('2', True, 0.0)
     """
+    if floor is not None:
+        warn(
+            "floor= is ignored: compare no longer measures the noise between runs. Give rtol= and "
+            "atol= what you tolerate"
+        )
     rows = rows_or_none(rows, ComparisonError)
     feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
-    third = None if floor is None else _side(floor, "floor", feeds[2])
-    sides = _Sides(
-        _side(reference, "reference", feeds[0]), _side(candidate, "candidate", feeds[1]), third
-    )
-    if sides.networks and batches is None:
+    one, two = _side(reference, "reference", feeds[0]), _side(candidate, "candidate", feeds[1])
+    networks = [side for side in (one, two) if isinstance(side, NetworkSide)]
+    if networks and batches is None:
         raise ComparisonError(
             "there are no batches, but a network needs some to run on: write compare(reference, "
             "candidate, batches)"
         )
-    pairs, unmatched = match_sides(sides.reference, sides.candidate, Match(match))
-    floors = None if third is None else _floors(sides.reference, third, pairs, Match(match))
-    digested = sides.digested(pairs)
-    comparison = Comparison(
-        sides.reference.architecture, pairs, floors, digested, Tolerance(rtol, atol)
+    pairs, unmatched = match_sides(one, two, match)
+    compared = [pair for pair in pairs if pair.error is None]
+    # Layers of the reference of which at least one side knows only digests.
+    digested = frozenset(
+        own.label
+        for own, partner, _ in compared
+        if own.label in one.digests or partner.label in two.digests
     )
-    total = feeds[0].num_batches if sides.networks else None
+    comparison = Comparison(pairs, digested, Tolerance(rtol, atol))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        _open(stack, sides, pairs, floors, digested)
+        _open(stack, one, two, compared, keeps_digests=len(digested) == len(compared))
+        total = feeds[0].num_batches if networks else None
         advance = stack.enter_context(progress_bar("comparing", total, is_wanted=progress))
-        for block in _batches(sides, feeds[0], rows) if sides.networks else _samples(sides):
-            sides.load(block)
-            comparison.add(block, sides.reference, sides.candidate, sides.floor)
+        for block in _blocks(one, two, networks, feeds[0], rows):
+            _load(one, two, block)
+            comparison.add(block, one, two)
             advance(len(block.ids), 0)
-    return comparison.result(unmatched)
-
-
-@dataclass
-class _Sides:
-    """The sides of one comparison; the floor differs from the reference by noise alone."""
-
-    reference: Side
-    candidate: Side
-    floor: Side | None
-
-    def __post_init__(self) -> None:
-        sides = [one for one in (self.reference, self.candidate, self.floor) if one is not None]
-        self.networks = [side for side in sides if isinstance(side, NetworkSide)]
-        self.recordings = [side for side in sides if isinstance(side, RecordingSide)]
-        for side in self.networks:
-            side.shares_batches = len(self.networks) > 1
-
-    def digested(self, pairs: Iterable[Pair]) -> frozenset[DepthIdx]:
-        """Return the reference's layers of which at least one side knows only digests."""
-        found = frozenset(
-            pair.reference.label
-            for pair in pairs
-            if pair.reference.label in self.reference.digests
-            or pair.partner.label in self.candidate.digests
-        )
-        if found and self.floor is not None:
-            raise ComparisonError(
-                "floor= needs values, but there are only digests, which don't say how far apart "
-                "two runs are: leave floor= out, or collect samples"
-            )
-        return found
-
-    def load(self, block: SampleBlock) -> None:
-        """Let each side have the values of a block; networks run with the same random numbers.
-
-        Afterwards generators are in the state that the first network left, as if it alone had run.
-        """
-        for recording in self.recordings:
-            recording.load(block)
-        before, after = random_state(), None
-        for number, side in enumerate(self.networks, 1):
-            restore_random(before)
-            with self._put_back(side, self.networks[number:]):
-                side.load(block)
-            after = after or random_state()
-        restore_random(after or before)
-
-    def _put_back(
-        self, side: NetworkSide, later: Sequence[NetworkSide]
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Undo a network's changes of state, since another side may share its modules."""
-        own = set(side.net.modules())
-        if any(module in own for other in later for module in other.net.modules()):
-            return untouched(side.net, keep_random=True)
-        return contextlib.nullcontext()
+    return comparison.result(one.architecture, unmatched)
 
 
 def _feeds(
@@ -209,10 +155,8 @@ def _feeds(
     sample_ids: Callable[[Any], Any] | None,
 ) -> list[Feed]:
     """Return the feed of each side; the first one counts the samples."""
-    several: list[Any] = [*to_inputs] if isinstance(to_inputs, Sequence) else [to_inputs] * 3
-    if len(several) == 2:
-        several.append(several[1])
-    if len(several) != 3 or not all(one is None or callable(one) for one in several):
+    several: list[Any] = [*to_inputs] if isinstance(to_inputs, Sequence) else [to_inputs] * 2
+    if len(several) != 2 or not all(one is None or callable(one) for one in several):
         raise ComparisonError(
             f"to_inputs={to_inputs!r}: give one function of the batch, or two of them, for the "
             "reference and for the candidate"
@@ -244,111 +188,124 @@ def _side(given: Any, what: str, feed: Feed) -> Side:
     raise ComparisonError(f"the {what} is a {type(given).__name__}: {hint}")
 
 
-def _floors(
-    reference: Side, floor: Side, pairs: Sequence[Pair], match: Match
-) -> dict[DepthIdx, DepthIdx]:
-    """Return the floor's partner of each layer; the floor is usually the reference itself."""
-    if floor.architecture == reference.architecture:
-        match = Match(None)
-    labels = [pair.reference.label for pair in pairs]
-    found, _ = match_layers(reference.architecture, labels, floor.architecture, floor.labels, match)
-    return {pair.reference.label: pair.partner.label for pair in found if pair.error is None}
-
-
 def _open(
-    stack: contextlib.ExitStack,
-    sides: _Sides,
-    pairs: Sequence[Pair],
-    floors: Mapping[DepthIdx, DepthIdx] | None,
-    digested: frozenset[DepthIdx],
+    stack: contextlib.ExitStack, one: Side, two: Side, pairs: Sequence[Pair], *, keeps_digests: bool
 ) -> None:
-    """Prepare all networks; afterwards they are as they were before."""
-    both = [pair for pair in pairs if pair.error is None]
-    only_digests = len(digested) == len(both)
-    has_inputs = sides.reference.knows_inputs and sides.candidate.knows_inputs
-    calls: Any = next((side.calls for side in sides.networks), "labelled")
-    for net in {id(side.net): side.net for side in sides.networks}.values():
+    """Prepare all networks; when the stack ends, they are as they were before."""
+    sides = {0: one, 1: two}
+    networks = {place: side for place, side in sides.items() if isinstance(side, NetworkSide)}
+    for net in {id(side.net): side.net for side in networks.values()}.values():
         stack.enter_context(untouched(net, keep_random=True))
-    labels = (
-        [pair.reference.label for pair in both],
-        [pair.partner.label for pair in both],
-        (floors or {}).values(),
+    options = RecordOptions(
+        inputs=one.knows_inputs and two.knows_inputs and not keeps_digests,
+        # Nobody knows before a pass what it overwrites, and a comparison must not fail.
+        copy="always",
+        calls=next((side.calls for side in networks.values()), "labelled"),
+        notes_moments=False,
     )
-    for side, own in zip((sides.reference, sides.candidate, sides.floor), labels, strict=True):
-        if isinstance(side, NetworkSide):
-            options = RecordOptions(
-                inputs=has_inputs and not only_digests,
-                # Nobody knows before a pass what it overwrites, and a comparison must not fail.
-                copy="always",
-                calls=calls,
-                notes_moments=False,
-            )
-            stack.enter_context(side.opened(own, options, keeps_digests=only_digests))
+    for place, side in networks.items():
+        labels = [pair[place].label for pair in pairs]
+        side.open(stack, labels, options, keeps_digests=keeps_digests)
 
 
-def _batches(sides: _Sides, feed: Feed, rows: Rows | None) -> Iterator[SampleBlock]:
-    """Yield the batches, and check that recordings have just their samples."""
-    for side in sides.recordings:
-        side.check_rows(rows is not None)
-    net = sides.networks[0]
-    has_rows: dict[str, bool] = {}
-    is_empty, is_advised = True, feed.asked.to_inputs is not None
-    missing: dict[str, list[SampleId]] = {side.what: [] for side in sides.recordings}
-    root = net.architecture[0, 1].input_shape
+def _load(one: Side, two: Side, block: SampleBlock) -> None:
+    """Let both sides have the values of a block; networks run with the same random numbers.
+
+    Afterwards generators are in the state that the first network left, as if it alone had run.
+    """
+    before = random_state()
+    with _apart(one, two):
+        one.load(block)
+    after = random_state() if isinstance(one, NetworkSide) else None
+    restore_random(before)
+    two.load(block)
+    if after is not None:
+        restore_random(after)
+
+
+def _apart(*sides: Side) -> contextlib.AbstractContextManager[Any]:
+    """Undo the first network's changes of state, if the second one shares its modules."""
+    own, others = ([*side.net.modules()] if isinstance(side, NetworkSide) else [] for side in sides)
+    is_shared = not set(own).isdisjoint(others)
+    return untouched(own[0], keep_random=True) if is_shared else contextlib.nullcontext()
+
+
+def _blocks(
+    one: Side, two: Side, networks: Sequence[NetworkSide], feed: Feed, rows: Rows | None
+) -> Iterator[SampleBlock]:
+    """Yield the samples to compare, part by part."""
+    recordings = [side for side in (one, two) if isinstance(side, RecordingSide)]
+    if len(recordings) == 2:
+        return _parts(recordings[0], recordings[1])
+    return _batches(networks[0], next(iter(recordings), None), feed, rows)
+
+
+def _batches(
+    net: NetworkSide, recording: RecordingSide | None, feed: Feed, rows: Rows | None
+) -> Iterator[SampleBlock]:
+    """Yield the batches, and check that a recording has just their samples."""
+    if recording is not None:
+        recording.check_rows(rows is not None)
+    block, missing, has_rows = None, list[SampleId](), dict[str, bool]()
     for batch, _ in feed:
-        is_empty = False
-        is_advised = is_advised or advise_second_element(net.net, batch)
-        inputs = net.feed.inputs(batch)
-        block = SampleBlock((), batch, feed.number)
-        if rows is not None:
-            named = inputs.named(net.net)
-            source = Source(net.net, batch, named, feed.number, "", root, has_rows)
-            block.rows = rows.of(source)
-            block.received = rows.all_real(source, block.rows)
-        elif feed.number == 0 and feed.asked.sample_ids is None:
-            refuse_sample(net.net, root, inputs)
-        number = None if block.rows is None else block.rows.num_samples
-        block.ids, _ = feed.ids(batch, inputs, number)
+        if feed.number == 0 and feed.asked.to_inputs is None:
+            advise_second_element(net.net, batch)
+        block = _block(net, batch, feed, rows, has_rows)
         feed.num_samples += len(block.ids)
-        for side in sides.recordings:
-            missing[side.what] += side.missing(block.ids)
-        if not any(missing.values()):
+        if recording is not None:
+            missing += recording.missing(block.ids)
+        if not missing:
             yield block
-    if is_empty:
+    if block is None:
         raise ComparisonError("batches is empty: it gave no batch to run on")
-    for what, lacking in missing.items():
-        refuse_missing(lacking, what, "batches have")
-    if feed.asked.max_batches is None:
-        for side in sides.recordings:
-            refuse_missing(side.unseen(), "batches", f"{side.what} has")
+    if recording is not None:
+        refuse_missing(missing, recording.what, "batches have")
+        if feed.asked.max_batches is None:
+            refuse_missing(recording.unseen(), "batches", f"{recording.what} has")
 
 
-def _samples(sides: _Sides) -> Iterator[SampleBlock]:
+def _block(
+    net: NetworkSide, batch: Any, feed: Feed, rows: Rows | None, has_rows: dict[str, bool]
+) -> SampleBlock:
+    """Return the samples of a batch."""
+    inputs, root = net.feed.inputs(batch), net.architecture[0, 1].input_shape
+    if rows is None:
+        if feed.number == 0 and feed.asked.sample_ids is None:
+            refuse_sample(net.net, root, inputs)
+        return SampleBlock(feed.ids(batch, inputs)[0], batch, feed.number)
+    source = Source(net.net, batch, inputs.named(net.net), feed.number, "", root, has_rows)
+    found = rows.of(source)
+    ids, _ = feed.ids(batch, inputs, found.num_samples)
+    lengths = torch.bincount(found.columns["sample"], minlength=len(ids)).tolist()
+    positions = torch.split(found.columns["position"], lengths)
+    received = rows.all_real(source, found)
+    return SampleBlock(ids, batch, feed.number, found, received, positions)
+
+
+def _parts(one: RecordingSide, two: RecordingSide) -> Iterator[SampleBlock]:
     """Yield the samples of recordings, in parts of bounded size or in the reference's batches."""
-    first, *others = sides.recordings
-    ids = first.recording.sample_ids
-    for side in others:
-        refuse_missing(side.missing(ids), side.what, f"{first.what} has")
-        refuse_missing(first.missing(side.recording.sample_ids), first.what, f"{side.what} has")
-        if side.recording.has_rows != first.recording.has_rows:
-            which = (first, side) if first.recording.has_rows else (side, first)
-            raise ComparisonError(
-                f"the {which[0].what} has a row for each token or node, and the {which[1].what} "
-                "one for each sample: collect both with the same rows="
-            )
+    ids = one.recording.sample_ids
+    refuse_missing(two.missing(ids), two.what, f"{one.what} has")
+    refuse_missing(one.missing(two.recording.sample_ids), one.what, f"{two.what} has")
+    if one.recording.has_rows != two.recording.has_rows:
+        with_rows, without = (one, two) if one.recording.has_rows else (two, one)
+        raise ComparisonError(
+            f"the {with_rows.what} has a row for each token or node, and the {without.what} "
+            "one for each sample: collect both with the same rows="
+        )
     start = 0
-    for length in _block_lengths(sides.recordings):
-        yield first.block(ids[start : start + length])
+    for length in _lengths(one.recording, two.recording):
+        yield SampleBlock(ids[start : start + length])
         start += length
 
 
-def _block_lengths(sides: Sequence[RecordingSide]) -> Iterable[int]:
-    recording = sides[0].recording
-    if all(side.recording.calls.labels for side in sides):
+def _lengths(one: Recording, two: Recording) -> Iterable[int]:
+    """Return the number of samples of each part."""
+    if one.calls.labels and two.calls.labels:
         # Inputs are kept batch by batch.
-        return recording.calls.rows
-    layers = (side.recording[at] for side in sides for at in side.recording.stored)
+        return one.calls.rows
+    layers = [recording[label] for recording in (one, two) for label in recording.stored]
     largest = max(map(bytes_of_row, layers), default=8)
-    per_sample = largest * max(1, recording.num_rows) / max(1, recording.num_samples)
+    per_sample = largest * max(1, one.num_rows) / max(1, one.num_samples)
     step = max(1, int(_BLOCK_BYTES // max(1, per_sample)))
-    return (min(step, recording.num_samples - at) for at in range(0, recording.num_samples, step))
+    return (min(step, one.num_samples - at) for at in range(0, one.num_samples, step))

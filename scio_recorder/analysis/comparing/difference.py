@@ -56,18 +56,17 @@ Measure = Literal["relative_error", "max_abs", "max_rel", "share_different"]
 _FRAME_COLUMNS = (
     *("label", "name", "type", "candidate_label", "candidate_name", "differs"),
     *("max_abs", "max_rel", "relative_error", "cosine", "num_different", "num_elements"),
-    *("first_sample_id", "inputs_equal", "noise", "error"),
+    *("first_sample_id", "inputs_equal", "error"),
 )
 _FIGURES = {
     "Max abs": "max_abs",
     "Max rel": "max_rel",
     "Rel. error": "relative_error",
-    "Noise": "noise",
     "Cosine": "cosine",
 }
 _FEW = 5
 # Of the columns of a page, those that a terminal has no room for.
-_ON_PAGES_ONLY = {"Max rel", "First sample", "Worst"}
+_ON_PAGES_ONLY = {"Max rel", "First sample"}
 _INPUTS = {True: "equal", False: "differ", None: "?"}
 
 
@@ -152,11 +151,6 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         return f"{differing:,} of {counted(len(self), 'layer')} {verb}{self._beyond}"
 
     @property
-    def has_noise(self) -> bool:
-        """Whether a third run shows the noise."""
-        return any(one.noise is not None for one in self.values())
-
-    @property
     def notes(self) -> list[str]:
         """Notes for the reader: reservations, and what to do about them."""
         said = []
@@ -183,7 +177,6 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         """The words for the difference that is tolerated, if any."""
         limits = {"rtol": self.rtol, "atol": self.atol}
         said = [f"{name}={value:g}" for name, value in limits.items() if value]
-        said += ["the noise of the floor"] * self.has_noise
         return f" beyond {' and '.join(said)}" if said else ""
 
     def to_frame(self) -> pd.DataFrame:
@@ -215,18 +208,16 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             }
             for one in self.values()
         ]
-        frame = pd.DataFrame(rows, columns=_FRAME_COLUMNS, dtype=object)
         # Optional values stay None or as they are.
-        others = ("first_sample_id", "inputs_equal", "error")
-        kinds = frame.drop(columns=[*others]).infer_objects().dtypes
-        return frame.astype(kinds.to_dict()).set_index("label")
+        frame = pd.DataFrame(rows, columns=_FRAME_COLUMNS, dtype=object)
+        kept = frame[["first_sample_id", "inputs_equal", "error"]]
+        return frame.infer_objects().assign(**kept).set_index("label")
 
     def plot(self, measure: Measure = "relative_error") -> Figure:
         """Draw the difference of each layer, in the order in which layers return.
 
         The scale is logarithmic. The first difference is marked. Equal layers lie on a line of
-        their own below, and layers without a finite figure on one above. If there was a
-        ``floor=``, its noise is drawn too.
+        their own below, and layers without a finite figure on one above.
 
         Parameters
         ----------
@@ -341,12 +332,12 @@ class _Column(NamedTuple):
     def cell(self, place: int) -> str:
         """Return a cell of the page."""
         shown = text(self.texts[place])
-        if self.values is not None:
-            value = self.values[place]
-            # A quotient is infinite as well if the reference is zero, as dead units are.
-            is_odd = self.name == "Max abs" and value is not None and math.isinf(value)
-            return number_cell(value, shown, is_alarm=is_odd)
-        return f'<td class="kept">{shown}</td>' if self.name == "Worst" else f"<td>{shown}</td>"
+        if self.values is None:
+            return f"<td>{shown}</td>"
+        value = self.values[place]
+        # A quotient is infinite as well if the reference is zero, as dead units are.
+        is_odd = self.name == "Max abs" and value is not None and math.isinf(value)
+        return number_cell(value, shown, is_alarm=is_odd)
 
 
 def _columns(found: Difference) -> list[_Column]:
@@ -368,7 +359,6 @@ def _columns(found: Difference) -> list[_Column]:
             "First sample",
             ["" if (at := one.first_sample_id) is None else str(at) for one in layers],
         ),
-        _Column("Worst", list(map(_worst, layers))),
     ]
     return [column for column in columns if any(column.texts)]
 
@@ -378,14 +368,6 @@ def _figures(name: str, values: list[float | None]) -> _Column:
     digits = 6 if name == "Cosine" else 4
     texts = ["" if x is None or math.isnan(x) else f"{x:.{digits}g}" for x in values]
     return _Column(name, texts, values)
-
-
-def _worst(one: LayerDifference) -> str:
-    """Return the element that differs most, or why there is none."""
-    if one.error or one.worst is None:
-        return one.error or ""
-    values = " -> ".join(two_numbers(one.worst.reference, one.worst.candidate))
-    return f"{one.worst.sample_id}, {one.worst.index}: {values}"
 
 
 def _differs(found: Difference, one: LayerDifference) -> str:
@@ -404,14 +386,12 @@ def _profile(found: Difference, measure: str) -> Figure:
         counts = [None if one.error else one.num_different for one in layers]
         values = np.array(counts, dtype=np.float64)
         values /= [max(1, one.num_elements) for one in layers]
-    noise = np.array([one.noise for one in layers], dtype=np.float64)
     return draw_profile(
         found.sentence,
         measure.replace("_", " "),
         [full_name(found.architecture[one.label]) for one in layers],
         values,
         np.array([one.differs for one in layers], dtype=bool),
-        noise if measure == "relative_error" and found.has_noise else None,
         next((place for place, one in enumerate(layers) if found.is_first(one)), None),
     )
 

@@ -21,31 +21,6 @@ class Unmatched(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Worst:
-    """The element of a layer at which the two runs lie farthest apart.
-
-    Parameters
-    ----------
-    sample_id : int, str or None
-        The sample. If dimension 0 of the layer does not count samples, it is the first sample
-        of the batch.
-    index : tuple of int
-        The place within the sample; within the whole tensor if dimension 0 does not count
-        samples.
-    reference, candidate : number
-        The two values.
-    part : int, default 0
-        The number of the tensor in the layer's output, in order, if it has several.
-    """
-
-    sample_id: SampleId | None
-    index: tuple[int, ...]
-    reference: Number
-    candidate: Number
-    part: int = 0
-
-
-@dataclass(frozen=True)
 class LayerDifference:
     """The difference between one layer of the reference and its partner, over all samples.
 
@@ -79,14 +54,10 @@ class LayerDifference:
         so that it makes a difference by itself. For a layer that does not differ: whether its
         inputs are always equal. None if inputs are not known.
     differs : bool
-        Whether it differs, beyond the tolerances and beyond the noise of ``floor=``.
+        Whether it differs beyond the tolerances.
     error : str or None
         Why the values of this layer can't be compared, such as shapes that differ. Such a layer
         counts as different.
-    worst : Worst or None
-        The element that differs most; None if no element differs, and with digests.
-    noise : float or None
-        The `relative_error` of the run given as ``floor=``; None without one.
     """
 
     label: Label
@@ -103,8 +74,6 @@ class LayerDifference:
     inputs_equal: bool | None
     differs: bool
     error: str | None = None
-    worst: Worst | None = None
-    noise: float | None = None
 
 
 @dataclass(frozen=True)
@@ -117,9 +86,10 @@ class FirstDifference:
         The layer in the reference.
     sample_id : int, str or None
         The first sample that differs there, in the batch in which the layer makes the difference.
+        If dimension 0 of the layer does not count samples, it is the first sample of the batch.
     index : tuple of int or None
-        The first place within that sample that differs, as in :class:`Worst`. With ``floor=``, both
-        are those of the worst element. None with digests, and where the layer has an error.
+        The first place within that sample that differs; within the whole tensor if dimension 0
+        does not count samples. None with digests, and where the layer has an error.
     reference, candidate : number or None
         The two values there.
     inputs_equal : bool or None

@@ -29,12 +29,9 @@ class PartPair(NamedTuple):
     other: Any
 
     @property
-    def mismatch(self) -> str | None:
-        """Why the two can't be compared number by number; None if they can."""
-        if not isinstance(self.own, Tensor) or self.own.shape == self.other.shape:
-            return None
-        shapes = tuple(self.own.shape), tuple(self.other.shape)
-        return f"shape {shapes[0]} in the reference and {shapes[1]} in the candidate"
+    def is_of_one_shape(self) -> bool:
+        """Whether the two can be compared number by number."""
+        return not isinstance(self.own, Tensor) or self.own.shape == self.other.shape
 
 
 def paired_outputs(reference: Any, candidate: Any) -> list[PartPair] | str:
@@ -57,10 +54,14 @@ def paired_outputs(reference: Any, candidate: Any) -> list[PartPair] | str:
     """
     own, other = _parts_of(reference), _parts_of(candidate)
     pairs = _by_place(own, other) or _in_order(own, other)
-    if pairs is not None:
-        return pairs
-    said = [counted(len(_tensors_of(parts)), "tensor") for parts in (own, other)]
-    return f"it returns {said[0]} in the reference and {said[1]} in the candidate"
+    if pairs is None:
+        said = [counted(len(_tensors_of(parts)), "tensor") for parts in (own, other)]
+        return f"it returns {said[0]} in the reference and {said[1]} in the candidate"
+    for pair in pairs:
+        if not pair.is_of_one_shape:
+            shapes = tuple(pair.own.shape), tuple(pair.other.shape)
+            return f"shape {shapes[0]} in the reference and {shapes[1]} in the candidate"
+    return pairs
 
 
 def paired_inputs(

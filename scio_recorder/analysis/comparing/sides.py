@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from scio_recorder.recording import Recording
 from scio_recorder.recording.advice import raise_for_batch
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.rows import BatchRows
-from scio_recorder.reductions import Digest, Reduction
+from scio_recorder.reductions import Digest
 from scio_recorder.reductions.base import several
 from scio_recorder.tensors.copies import is_plain, twin
 from scio_recorder.tensors.digests import sample_digests
@@ -50,8 +50,8 @@ class SampleBlock:
         Which rows of layers' outputs count, if a row is not a sample and networks run.
     received : BatchRows or None
         Which rows of their inputs count: all but padding.
-    read_positions : sequence of Tensor or None
-        The positions of each sample's rows in a recording, if a row is not a sample.
+    positions : sequence of Tensor or None
+        The positions of each sample's rows, if a row is not a sample.
     """
 
     ids: Sequence[SampleId]
@@ -59,16 +59,7 @@ class SampleBlock:
     number: int = 0
     rows: BatchRows | None = None
     received: BatchRows | None = None
-    read_positions: Sequence[Tensor] | None = None
-
-    @cached_property
-    def positions(self) -> Sequence[Tensor] | None:
-        """The positions of each sample's rows; None if a row is a sample."""
-        if self.rows is None:
-            return self.read_positions
-        columns = self.rows.columns
-        lengths = torch.bincount(columns["sample"], minlength=len(self.ids))
-        return torch.split(columns["position"], lengths.tolist())
+    positions: Sequence[Tensor] | None = None
 
     def place(self, shape: Sequence[int], flat: int) -> tuple[int, tuple[int, ...]]:
         """Return the sample to which an element of a layer belongs, and its index there.
@@ -105,8 +96,8 @@ class NetworkSide:
         Makes the network's inputs from a batch.
     """
 
-    digests: frozenset[DepthIdx] = frozenset()
     # All outputs of a network can be compared.
+    digests: Collection[DepthIdx] = ()
     left_out: tuple[str, ...] = ()
 
     def __init__(self, capture: Capture, compiled: Callable[..., Any] | None, feed: Feed) -> None:
@@ -116,8 +107,11 @@ class NetworkSide:
         # The layers that its recorder records, and whether that counts calls.
         self.recorded = capture.program.recording
         self.calls = capture.program.options.calls
-        # Whether other networks run on the same batches.
-        self.shares_batches = False
+        # Whether inputs of layers are known: not those of compiled code.
+        self.knows_inputs = compiled is None
+        # All layers that ran; for a compiled recorder, those that it records.
+        ran = tuple(row.label for row in self.architecture.values() if row.executed)
+        self.labels = ran if compiled is None else self.recorded
         self._capture = capture
         self._compiled = compiled
         self._keeps_digests = False
@@ -125,39 +119,27 @@ class NetworkSide:
         # What was kept of the current batch, if not by the capture: digests, and compiled records.
         self._kept: dict[DepthIdx, Any] = {}
 
-    @property
-    def labels(self) -> tuple[DepthIdx, ...]:
-        """All layers that ran; for a compiled recorder, those that it records."""
-        if self._compiled is not None:
-            return self.recorded
-        return tuple(row.label for row in self.architecture.values() if row.executed)
-
-    @property
-    def knows_inputs(self) -> bool:
-        """Whether inputs of layers are known: not those of compiled code."""
-        return self._compiled is None
-
-    @contextlib.contextmanager
-    def opened(
-        self, labels: Iterable[DepthIdx], options: RecordOptions, *, keeps_digests: bool
-    ) -> Iterator[None]:
-        """Record some layers inside a block, or only digests of them."""
+    def open(
+        self,
+        stack: contextlib.ExitStack,
+        labels: Iterable[DepthIdx],
+        options: RecordOptions,
+        *,
+        keeps_digests: bool,
+    ) -> None:
+        """Record some layers, or only digests of them, until a stack ends."""
         self._keeps_digests = keeps_digests
-        if self._compiled is not None:
-            yield
-            return
-        self._capture = Capture(self.net, self.architecture, tuple(sorted(set(labels))), options)
-        try:
-            yield
-        finally:
-            self._capture.remove()
+        if self._compiled is None:
+            chosen = tuple(sorted(set(labels)))
+            self._capture = Capture(self.net, self.architecture, chosen, options)
+            stack.callback(self._capture.remove)
 
     def load(self, block: SampleBlock) -> None:
         """Run the network on a batch."""
         self._block, self._kept = block, {}
         given = self.feed.inputs(block.batch)
         # Networks write into tensors, and fill caches.
-        args, kwargs = map_tensors(twin, given) if self.shares_batches else given
+        args, kwargs = map_tensors(twin, given)
         try:
             if self._compiled is not None:
                 self._capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), self)
@@ -221,60 +203,50 @@ class RecordingSide:
         Which side it is, for messages.
     """
 
+    recorded: tuple[DepthIdx, ...] = ()
+
     def __init__(self, recording: Recording, what: str) -> None:
         self.recording = recording
         self.architecture = recording.architecture
         self.what = what
-        self._seen = torch.zeros(recording.num_samples, dtype=torch.bool, device="cpu")
+        self.knows_inputs = bool(recording.calls.labels)
+        self._seen: set[SampleId] = set()
         # The places of the current samples, and of their rows.
         self._samples: list[int] = []
         self._rows: slice | list[int] = []
-        reduced = recording.reductions
+        digests = {label: _digests_of(recording, label) for label in recording.reductions}
         # A layer's output need not have a row for each sample: embeddings of positions don't.
-        self.digests = frozenset(
-            label
-            for label in reduced
-            if any(map(_keeps_rows, several(reduced[label])))
-            and len(self._digests_of(label)) == recording.num_rows
-        )
-        self.labels = (*recording.stored, *(label for label in reduced if label in self.digests))
+        self.digests = {
+            label: found
+            for label, found in digests.items()
+            if found is not None and len(found) == recording.num_rows
+        }
+        self.labels = (*recording.stored, *self.digests)
+        # Layers without values by sample: reduced layers, and digests of others.
+        left_out = (label for label in recording if label not in self.labels)
+        self.left_out = tuple(self.architecture[label].name for label in left_out)
         if not self.labels:
             raise ComparisonError(
                 f"the {what} holds no layer, or only summaries, which say nothing about single "
                 "samples: collect samples, or reduce=scio_recorder.reductions.Digest() without by="
             )
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Names of layers without values by sample: reduced layers, and digests of others."""
-        reduced = (label for label in self.recording if label not in self.labels)
-        return tuple(self.architecture[label].name for label in reduced)
-
-    @property
-    def knows_inputs(self) -> bool:
-        """Whether inputs of layers are known: after ``record(..., inputs=True)``."""
-        return bool(self.recording.calls.labels)
-
-    def block(self, ids: Sequence[SampleId]) -> SampleBlock:
-        """Return the block of some samples, which says where their rows are."""
-        if not self.recording.has_rows:
-            return SampleBlock(ids)
-        samples = self._places_of(ids)
-        return SampleBlock(ids, read_positions=self._positions(samples, self._rows_of(samples)))
-
     def load(self, block: SampleBlock) -> None:
         """Find the places of some samples; their values are read when they are used."""
-        self._samples = self._places_of(block.ids)
-        self._seen[self._samples] = True
+        self._samples = [self._places[one] for one in block.ids]
+        self._seen.update(block.ids)
         self._rows = self._rows_of(self._samples)
-        if block.positions is not None:
-            found = self._positions(self._samples, self._rows)
+        if self.recording.has_rows:
+            lengths = self.recording.rows_of_samples().lengths[self._samples].tolist()
+            found = torch.split(self.recording.rows["position"][self._rows].cpu(), lengths)
+            # The first side gives the positions that others must have.
+            block.positions = block.positions or found
             self._check_positions(block.ids, found, block.positions)
 
     def output(self, label: DepthIdx, as_digests: bool) -> Any:
         """Return a layer's output, or digests of it."""
         if label in self.digests:
-            return self._digests_of(label)[self._rows]
+            return self.digests[label][self._rows]
         value = self.recording[label][self._rows]
         return digests_of(value) if as_digests else value
 
@@ -303,11 +275,7 @@ class RecordingSide:
 
     def unseen(self) -> list[SampleId]:
         """Return the ids that were not asked for."""
-        places = (~self._seen).nonzero().squeeze(1).tolist()
-        return [self.recording.sample_ids[place] for place in places]
-
-    def _places_of(self, ids: Sequence[SampleId]) -> list[int]:
-        return [self._places[one] for one in ids]
+        return [one for one in self._places if one not in self._seen]
 
     def _rows_of(self, samples: list[int]) -> slice | list[int]:
         """Return the places of the rows of samples; consecutive ones as a slice, read at once."""
@@ -320,11 +288,6 @@ class RecordingSide:
         run = range(start, start + len(places))
         return slice(run.start, run.stop) if places == list(run) else places
 
-    def _positions(self, samples: list[int], rows: slice | list[int]) -> Sequence[Tensor]:
-        """Return the positions of samples' rows, given the places of both."""
-        lengths = self.recording.rows_of_samples().lengths[samples].tolist()
-        return torch.split(self.recording.rows["position"][rows].cpu(), lengths)
-
     def _check_positions(
         self, ids: Sequence[SampleId], found: Sequence[Tensor], others: Sequence[Tensor]
     ) -> None:
@@ -336,12 +299,6 @@ class RecordingSide:
                     f"{self.what}, and {_positions_text(other)} on the other side: give both "
                     "sides the same rows="
                 )
-
-    def _digests_of(self, label: DepthIdx) -> Tensor:
-        values = self.recording[label]
-        kept = list(map(_keeps_rows, several(self.recording.reductions[label])))
-        found: Tensor = values[kept.index(True)] if isinstance(values, list) else values
-        return found
 
     @cached_property
     def _places(self) -> dict[SampleId, int]:
@@ -381,6 +338,10 @@ def refuse_missing(ids: Sequence[SampleId], where: str, who: str) -> None:
         )
 
 
-def _keeps_rows(one: Reduction) -> bool:
-    # Digests by class have lost the order of the samples.
-    return isinstance(one, Digest) and one.keeps_rows
+def _digests_of(recording: Recording, label: DepthIdx) -> Tensor | None:
+    """Return a layer's digests, if it has some; those by class have lost the order of samples."""
+    reductions, values = several(recording.reductions[label]), several(recording[label])
+    for one, found in zip(reductions, values, strict=False):
+        if isinstance(one, Digest) and one.keeps_rows:
+            return cast("Tensor", found)
+    return None

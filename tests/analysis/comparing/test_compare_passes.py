@@ -116,8 +116,6 @@ def test_one_network_on_both_sides() -> None:
         given = [torch.ones(2, 3)] * 3
         difference = compare(one, two, given)
         assert difference.first is None
-        noise = compare(one, two, given, floor=same)[""].noise
-        assert noise == 0.0
         assert (float(net.count), net.number) == (0.0, 0)
 
 
@@ -402,12 +400,6 @@ def test_recordings_of_tokens() -> None:
         assert difference.first is not None
         assert (difference.first.layer.name, difference.first.index) == ("mix", (0, 3))
         assert difference["mix"].num_elements == 9 * 5
-        worst = difference["mix"].worst
-        assert worst is not None
-        apart = (reference["embed"][:, 2]).abs()
-        row = int(apart.argmax())
-        assert worst.sample_id == int(reference.rows["sample"][row])
-        assert worst.index == (int(reference.rows["position"][row]), 3)
     with pytest.raises(ComparisonError, match=r"rows=Tokens\(\)"):
         compare(reference, two, texts(8))
     other = [{**texts(8)[0], "attention_mask": torch.ones(3, 4, dtype=torch.long)}]
