@@ -346,9 +346,7 @@ class TensorFile:
         step = self._medium.span_bytes
         spans = range(start - start % BLOCK_BYTES, start + len(out), step)
         with accessing(self.path):
-            # In two threads, the system and the checksum don't wait for each other.
-            work = partial(self._copy_span, out, name, start)
-            for_each(work, spans, max(2, self._medium.num_readers))
+            for_each(partial(self._copy_span, out, name, start), spans, self._medium.num_readers)
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor in new memory."""
