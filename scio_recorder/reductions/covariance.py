@@ -113,8 +113,8 @@ class CovarianceResult(NamedTuple):
         counts = list(self.count.values()) if isinstance(self.count, dict) else [self.count]
         means = list(self.mean.values()) if isinstance(self.mean, dict) else [self.mean]
         total = sum(counts)
-        shares = [count / total for count in counts]
-        weighted = [mean.double() * share for mean, share in zip(means, shares, strict=True)]
+        each = zip(means, counts, strict=True)
+        weighted = [mean.double() * (count / total) for mean, count in each]
         return torch.stack(weighted).sum(0).to(self.covariance.dtype), total - len(counts)
 
 

@@ -320,16 +320,12 @@ class Digest(SampleReduction):
     _state_names = ("_digests",)
     _takes_complex = True
     _takes_any_shape = True
-    _digests: list[Tensor]
+    _digests: list[Tensor]  # in host memory, wherever the samples are
 
     @property
     def keeps_rows(self) -> bool:
         """Whether each row has its digest in order: not if they are kept by label."""
         return self._by is None
-
-    def _device(self) -> None:
-        # Digests stay in host memory, wherever the samples are.
-        return None
 
     def _add(self, samples: Tensor) -> None:
         # Before the first samples there is no state.
@@ -426,11 +422,8 @@ class Fold(SampleReduction):
     def _set_state(self, state: dict[str, Any]) -> None:
         self._accumulator = _decode(state["_accumulator"])
 
-    def _place(self, device: torch.device) -> None:
-        pass  # the function decides the device of an accumulator
-
     def _device(self) -> torch.device | None:
-        return None
+        return None  # the function decides the device of an accumulator
 
 
 def _encode(value: Any) -> Any:
