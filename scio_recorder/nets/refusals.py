@@ -143,7 +143,7 @@ def failed_run(net: nn.Module, keywords: Mapping[str, Any], cause: BaseException
 inputs, such as tokenizer(texts, return_tensors="pt")
     """
     given = "input_size" if keywords["input_data"] is None else "input_data"
-    is_on_meta = given == "input_size" and str(keywords["device"]).startswith("meta")
+    is_on_meta = given == "input_size" and any(one.is_meta for one in net.parameters())
     value, advice = keywords[given], _ADVICE["meta" if is_on_meta else given]
     has_tensors = given == "input_data" and tensors(value)
     shown = f"tensors of shape {shapes_of(describe(value))}" if has_tensors else repr(value)

@@ -21,7 +21,6 @@ import torchinfo
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torchinfo import torchinfo as engine
-from torchinfo.layer_info import LayerInfo
 
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedNetError
 from scio_recorder.nets.architecture import Architecture
@@ -337,27 +336,6 @@ def test_summary_and_architecture_hold_the_modules_of_the_net_and_no_copy():
     gc.collect()
     assert alive
     assert [ref() for ref in alive] == [None] * len(alive)
-
-
-def test_torchinfo_is_as_it_was_also_after_a_failure():
-    names = ("calculate_size", "calculate_macs", "get_kernel_size", "calculate_num_params")
-    before = [vars(LayerInfo)[name] for name in names]
-    functions = [engine.set_device, engine.get_input_data_sizes, engine.get_total_memory_used]
-    engine.clear_cached_forward_pass()
-    engine._cached_forward_pass["Sequential"] = kept = []
-    try:
-        label_net(nn.Sequential(linear()), input_size=(1, 4))
-        with pytest.raises(LabellingError):
-            label_net(nn.Sequential(linear()), input_size=(1, 5))
-        assert engine._cached_forward_pass == {"Sequential": kept}
-    finally:
-        engine.clear_cached_forward_pass()
-    assert [vars(LayerInfo)[name] for name in names] == before
-    assert [
-        engine.set_device,
-        engine.get_input_data_sizes,
-        engine.get_total_memory_used,
-    ] == functions
 
 
 def test_torchinfos_cache_is_not_used():

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torchinfo.layer_info import LayerInfo
+from torch import nn
 
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
 from scio_recorder.layer import DepthIdx, Label, Layer, describe, shapes_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.hookable import hooked
 from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
 from scio_recorder.nets.labelling.torchinfo import (
-    ModelStatistics,
+    CallTrace,
+    Row,
     Statistics,
-    forgiving,
-    point_to,
+    formatting,
     random_inputs,
-    summary,
 )
+from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import check_supported, failed_run
 from scio_recorder.nets.sharded import Following, is_sharded, mark, plain_type
 from scio_recorder.nets.state.copying import (
@@ -40,23 +37,24 @@ from scio_recorder.nets.state.copying import (
 from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.nets.state.untouched import reached, shared_untouched, untouched
 from scio_recorder.tensors import private
+from scio_recorder.tensors.structures import map_tensors
 
+# Keywords of ``torchinfo.summary``, with the values that they have unless they are given.
 _DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("input_size", "input_data", "batch_dim", "device", "dtypes")),
     "col_names": ("input_size", "output_size", "num_params", "params_percent"),
     "row_settings": ("var_names", "depth"),
     "depth": sys.maxsize,
-    "verbose": 0,
-    "input_size": None,
-    "input_data": None,
-    "batch_dim": None,
+    "col_width": 25,
     "mode": "eval",
+    "verbose": 0,
+    "cache_forward_pass": False,
 }
-_OF_TORCHINFO = frozenset(inspect.signature(summary).parameters) - {"model", "kwargs"}
 
 
 def label_net(
     net: nn.Module, *, force_static_flow: bool = True, **summary_kwargs: Any
-) -> tuple[ModelStatistics, Architecture]:
+) -> tuple[Statistics, Architecture]:
     """Run a copy of a net once and label every call of its modules as torchinfo does.
 
     Parameters
@@ -95,129 +93,78 @@ def label_net(
     True
     """
     check_supported(net, summary_kwargs.get("device"))
-    keywords = _keywords(net, summary_kwargs)
+    keywords = _keywords(summary_kwargs)
+    further = {name: value for name, value in summary_kwargs.items() if name not in _DEFAULTS}
     # An interruption can come after torch has turned gradients off and before it restores them.
     with preserved_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
-        statistics, architecture, trace, flow = _label(net, keywords)
-        if force_static_flow and flow.questions and trace.inputs is not None:
-            mode = keywords["mode"] or "eval"
-            check_static_flow(net, *trace.inputs, mode=mode, grad=trace.grad)
-    verbose = _DEFAULTS["verbose"] if keywords["verbose"] is None else keywords["verbose"]
-    statistics.formatting.verbose = verbose
-    if verbose:
-        print(statistics)
-    return statistics, architecture
+        try:
+            inputs = _inputs(net, keywords, further)
+        except Exception as error:
+            raise LabellingError(failed_run(net, keywords, error)) from error
+        labelled = _label(net, keywords, inputs)
+        if force_static_flow and labelled.flow.questions:
+            check_static_flow(net, *inputs, mode=keywords["mode"], grad=labelled.grad)
+    if keywords["verbose"]:
+        print(labelled.statistics)
+    return labelled.statistics, labelled.architecture
 
 
-def _keywords(net: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    keywords = {**_DEFAULTS, **given, "cache_forward_pass": False}
-    if keywords["input_size"] is None and keywords["input_data"] is None:
+def _keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+    known = {name: one for name, one in given.items() if name in _DEFAULTS and one is not None}
+    keywords = _DEFAULTS | known
+    size, data = keywords["input_size"], keywords["input_data"]
+    if size is None and data is None:
         raise MissingInputError(
             "labelling runs the net once and needs an input for that: write input_size=(1, 3, "
             "32, 32), batch dimension included, or input_data= a tensor, a tuple of positional "
             "or a dict of keyword inputs"
         )
-    size = keywords["input_size"]
+    if size is not None and data is not None:
+        raise LabellingError("give either input_size= or input_data=, not both")
     if isinstance(size, int | float):
         raise LabellingError(
             f"input_size={size!r} is a number, not a shape: write input_size=(1, {size:g}), batch "
             "dimension included"
         )
-    if keywords["input_data"] is None:
+    if keywords["mode"] not in ("eval", "train"):
+        raise LabellingError(f'mode={keywords["mode"]!r}: write "eval" or "train"')
+    try:
+        return keywords | {"formatting": formatting(keywords)}
+    except (ValueError, TypeError) as error:
+        raise LabellingError(f"the table can't be made: {error}") from error
+
+
+def _inputs(net: nn.Module, keywords: Mapping[str, Any], further: Mapping[str, Any]) -> Inputs:
+    """Return what the network is run on."""
+    size, data, device = (keywords[name] for name in ("input_size", "input_data", "device"))
+    kwargs = dict(data) if isinstance(data, Mapping) else {}
+    if size is not None:
+        if is_sharded(net):
+            # With different inputs, processes could take different paths, and wait for each other
+            # forever.
+            torch.manual_seed(0)
         state = [*net.parameters(), *net.buffers()]
-        if keywords.get("device") is None:
-            # Without a device, torchinfo would move the net to a GPU if there is one.
-            keywords["device"] = state[0].device if state else torch.device("cpu")
-        if keywords.get("dtypes") is None:
-            numbers = (t.dtype for t in state if t.is_floating_point() or t.is_complex())
-            # One for each input: there are at most as many inputs as entries of their sizes.
-            keywords["dtypes"] = [next(numbers, torch.float)] * len(keywords["input_size"])
-    return keywords
+        home = device or (state[0].device if state else torch.device("cpu"))
+        numbers = (one.dtype for one in state if one.is_floating_point() or one.is_complex())
+        # One for each input: there are at most as many inputs as entries of their sizes.
+        dtypes = keywords["dtypes"] or [next(numbers, torch.float)] * len(size)
+        data = random_inputs(size, keywords["batch_dim"], dtypes, home)
+    args = () if kwargs else tuple(data) if isinstance(data, list | tuple) else (data,)
+    inputs = Inputs(args, {**kwargs, **further})
+    return inputs if device is None else map_tensors(lambda tensor: tensor.to(device), inputs)
 
 
-def _understood_by_torchinfo(input_data: Any) -> Any:
-    """Wrap inputs that torchinfo would not take for one positional input, or for keyword inputs."""
-    if isinstance(input_data, Mapping):
-        return input_data if isinstance(input_data, dict) else dict(input_data)
-    known = isinstance(input_data, Tensor | np.ndarray | list | tuple | None)
-    return input_data if known else [input_data]
+class _Labelled(NamedTuple):
+    """What one run of a network shows."""
+
+    statistics: Statistics
+    architecture: Architecture
+    flow: Flow
+    grad: bool
 
 
-@dataclass(eq=False)
-class _Call:
-    """One call of a module; ``completion`` stays None if it did not return."""
-
-    module: nn.Module
-    number: int
-    input_shape: Any
-    handled_error: BaseException | None
-    completion: int | None = None
-    output_spec: Any = None
-
-
-class _CallTrace:
-    """The calls of one pass, in the order in which they started.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        The net to observe, inside a block of :meth:`watching`.
-    grad : bool
-        Whether the net runs with gradients, although the caller has turned them off.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from torch import nn
-    >>> net = nn.Sequential(nn.ReLU())
-    >>> trace = _CallTrace(net)
-    >>> with trace.watching():
-    ...     _ = net(torch.ones(2))
-    >>> [(type(call.module).__name__, call.completion) for call in trace.calls]
-    [('Sequential', 1), ('ReLU', 0)]
-    """
-
-    def __init__(self, net: nn.Module, *, grad: bool = False) -> None:
-        self.calls: list[_Call] = []
-        self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._net = net
-        self.grad = grad
-        self._open: dict[int, list[_Call]] = {}
-        self._counts: dict[int, int] = {}
-        self._completed = 0
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Take the calls inside a block."""
-        return hooked(self._net, before=self._start, after=self._end, always=True)
-
-    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is self._net and self.inputs is None:
-            # Before the pass, which may resize inputs or fill a cache among them.
-            self.inputs = copy_inputs((args, kwargs))
-            if self.grad:
-                # The caller's `no_grad` puts this back.
-                torch.set_grad_enabled(True)
-        number = self._counts.get(id(module), 0)
-        self._counts[id(module)] = number + 1
-        call = _Call(module, number, _input_shape(args, kwargs), sys.exc_info()[1])
-        self.calls.append(call)
-        self._open.setdefault(id(module), []).append(call)
-
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = self._open[id(module)].pop()
-        # A hook that is always called is given None after an exception. A call that the net makes
-        # while it handles an exception had that exception from its start.
-        if sys.exc_info()[1] is call.handled_error:
-            call.completion = self._completed
-            call.output_spec = describe(output)
-            self._completed += 1
-
-
-_Labelled = tuple[ModelStatistics, Architecture, _CallTrace, Flow]
-
-
-def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
-    failure: _DryRunError | None = None
+def _label(net: nn.Module, keywords: Mapping[str, Any], inputs: Inputs) -> _Labelled:
+    failure: _FailedRunError | None = None
     in_step = is_sharded(net)
     # The user's hooks may have side effects, so they are left out, unless the net can't run without
     # them.
@@ -227,11 +174,10 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
     # Functions that compile themselves, such as `flex_attention`, fail while they are followed.
     following = (True,) if in_step else (True, False)
     for followed, keep_hooks, grad in itertools.product(following, hooks, (False, True)):
+        run = partial(_dry_run, net, keywords, inputs, grad, followed)
         try:
-            if in_step:
-                return _label_in_step(net, keywords, grad)
-            return _label_once(net, keywords, keep_hooks, grad, followed)
-        except _DryRunError as error:
+            return _label_in_step(net, run) if in_step else _label_once(net, run, keep_hooks)
+        except _FailedRunError as error:
             # A failure with gradients may be due to the gradients.
             failure = failure if grad else error
     assert failure is not None
@@ -243,31 +189,24 @@ def _label(net: nn.Module, keywords: dict[str, Any]) -> _Labelled:
 
 
 def _label_once(
-    net: nn.Module, keywords: dict[str, Any], keep_hooks: bool, grad: bool, followed: bool
+    net: nn.Module, run: Callable[[nn.Module], _Labelled], keep_hooks: bool
 ) -> _Labelled:
     twin = _faithful_copy(net, keep_hooks)
     if twin is not None:
         alone = shared_untouched(reached([net]), twin)
         with contextlib.suppress(OriginalCalledError), refusing_calls(net), alone:
-            return _dry_run(twin, keywords, net, grad, followed)
+            return run(twin)
     # A part of the net can't be copied, or leads from the copy back to the net, as closures do.
     with untouched(net, keep_hooks=keep_hooks, keep_random=True):
-        return _dry_run(net, keywords, net, grad, followed)
+        return run(net)
 
 
-def _label_in_step(net: nn.Module, keywords: dict[str, Any], grad: bool) -> _Labelled:
+def _label_in_step(net: nn.Module, run: Callable[[nn.Module], _Labelled]) -> _Labelled:
     """Label a net that is spread over processes, all of which take part."""
-    # With different inputs, processes could take different paths, and wait for each other forever.
-    torch.manual_seed(0)
-    if keywords["input_data"] is None:
-        given = (keywords[name] for name in ("input_size", "batch_dim", "dtypes", "device"))
-        # With a device, torchinfo would move the net.
-        inputs = {"input_data": random_inputs(*given), "input_size": None, "device": None}
-        keywords = {**keywords, **inputs}
     following = Following(net)
     with untouched(net, keep_hooks=False, keep_random=True), following.followed():
-        labelled = _dry_run(net, keywords, net, grad)
-    mark(labelled[1], following)
+        labelled = run(net)
+    mark(labelled.architecture, following)
     return labelled
 
 
@@ -284,93 +223,60 @@ def _faithful_copy(net: nn.Module, keep_hooks: bool) -> nn.Module | None:
 
 
 @dataclass
-class _DryRunError(Exception):
+class _FailedRunError(Exception):
     cause: BaseException
 
 
-def _cause_of(error: Exception) -> BaseException:
-    """Return the net's exception, which torchinfo wraps."""
-    wrapped = error.__cause__ if "Failed to run torchinfo" in str(error) else None
-    return wrapped or error
-
-
 def _dry_run(
-    twin: nn.Module, keywords: dict[str, Any], net: nn.Module, grad: bool, followed: bool = True
+    net: nn.Module,
+    keywords: Mapping[str, Any],
+    inputs: Inputs,
+    grad: bool,
+    followed: bool,
+    twin: nn.Module,
 ) -> _Labelled:
-    names = dict(net.named_modules(remove_duplicate=False))
-    copies = twin.named_modules(remove_duplicate=False)
-    originals = {id(module): names[name] for name, module in copies}
-    trace, flow = _CallTrace(twin, grad=grad), Flow(twin)
-    try:
-        following = flow.followed() if followed else contextlib.nullcontext()
-        with quiet(), forgiving(), trace.watching(), following:
-            statistics = Statistics.of(summary(twin, **_dry_run_keywords(keywords)), originals)
-    except UnsupportedTorchError:
-        raise
-    except Exception as error:
-        raise _DryRunError(_cause_of(error)) from error
-    calls = [call for call in trace.calls if id(call.module) in originals]
-    rows = list(_rows(statistics.summary_list, calls))
-    point_to(statistics.summary_list, originals)
+    """Run a copy of the network, or itself."""
+    trace, flow = CallTrace(net, twin, keywords["batch_dim"]), Flow(twin)
+    following = flow.followed() if followed else contextlib.nullcontext()
+    args, kwargs = copy_inputs(inputs)
+    with quiet(), trace.watched(), following, torch.set_grad_enabled(grad):
+        try:
+            twin.train(keywords["mode"] == "train")
+            if keywords["device"] is not None and not is_sharded(net):
+                twin.to(keywords["device"])
+            twin(*args, **kwargs)
+        except UnsupportedTorchError:
+            raise
+        except Exception as error:
+            raise _FailedRunError(error) from error
+    rows = trace.labelled_rows()
+    size, data = keywords["input_size"], keywords["input_data"]
+    given = inputs.args if data is None else data
+    statistics = Statistics(rows, size or shapes_of(describe(data)), given, keywords["formatting"])
     # For a shared module, its first name.
     first_names = {id(module): name for name, module in net.named_modules()}
-    layers = [_layer(info, call, first_names[id(info.module)]) for info, call in rows]
+    layers = [_layer(row, first_names[id(row.module)]) for row in rows]
     if all(layer.depth for layer in layers):
         # Its class has a call of its own, which passes hooks by.
-        root = LayerInfo("", net, 0)
+        root = Row("", net, 0, None)
         root.depth_index, root.num_params = 1, statistics.total_params
-        layers.insert(0, _layer(root, None, ""))
-    return statistics, Architecture(layers, _names(net, layers)), trace, flow
+        layers.insert(0, _layer(root, ""))
+    return _Labelled(statistics, Architecture(layers, _names(net, layers)), flow, grad)
 
 
-def _dry_run_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    copied = {
-        name: copy_inputs(value)
-        for name, value in keywords.items()
-        if name not in _OF_TORCHINFO or name == "input_data"
-    }
-    copied["input_data"] = _understood_by_torchinfo(copied["input_data"])
-    verbose = 0 if keywords["verbose"] in (None, 0, 1, 2) else keywords["verbose"]
-    return {**keywords, **copied, "verbose": verbose}
-
-
-def _input_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shapes = shapes_of(describe(args))
-    named = shapes_of(describe(kwargs))
-    if not kwargs:
-        return shapes[0] if len(args) == 1 else shapes
-    return (*shapes, named) if args else named
-
-
-def _rows(infos: list[LayerInfo], calls: list[_Call]) -> Iterator[tuple[LayerInfo, _Call | None]]:
-    """Pair each row with its call.
-
-    torchinfo adds a row when a call starts, and later inserts rows for containers that were not
-    called, each before that of a descendant. A row of another module than the next call's is one.
-    """
-    pending = iter(calls)
-    upcoming = next(pending, None)
-    for info in infos:
-        if upcoming is not None and upcoming.module is info.module:
-            yield info, upcoming
-            upcoming = next(pending, None)
-        else:
-            yield info, None
-
-
-def _layer(info: LayerInfo, call: _Call | None, name: str) -> Layer:
-    ran = call if call is not None and call.completion is not None else None
+def _layer(row: Row, name: str) -> Layer:
+    has_returned = row.completion is not None
     return Layer(
-        label=Label((info.depth, info.depth_index or 0)),
+        label=Label((row.depth, row.depth_index or 0)),
         name=name,
-        module=info.module,
-        type_name=plain_type(info.module).__name__,
-        call=call.number if call is not None else 0,
-        input_shape=ran and ran.input_shape,
-        num_params=int(info.num_params),
-        executed=ran is not None,
-        completion=ran.completion if ran else None,
-        output_spec=ran and ran.output_spec,
+        module=row.module,
+        type_name=plain_type(row.module).__name__,
+        call=row.call,
+        input_shape=row.input_shape if has_returned else None,
+        num_params=int(row.num_params),
+        executed=has_returned,
+        completion=row.completion,
+        output_spec=row.output_spec,
     )
 
 

@@ -1,56 +1,235 @@
-"""torchinfo without the cases in which it fails: the only place that imports it."""
+"""torchinfo's rows, labels and table, for any network: the only place that imports it.
+
+torchinfo runs a network itself, and gives up on many. So only its parts are used: rows here are its
+rows, made by hooks of our own as it makes them, and then numbered and printed by it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
-from typing import Any, TypeAlias
+import sys
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torchinfo import ModelStatistics as ModelStatistics
-from torchinfo import summary as summary
 from torchinfo import torchinfo as engine
-from torchinfo.enums import Units
+from torchinfo.enums import ColumnSettings, RowSettings, Units
+from torchinfo.formatting import FormattingOptions
 from torchinfo.layer_info import LayerInfo
 
 from scio_recorder.layer import describe, shapes_of
+from scio_recorder.nets.hookable import hooked
+from scio_recorder.tensors.copies import is_dense
 from scio_recorder.tensors.private_distributed import FSDP, loaded, sizes_before_fsdp1
-from scio_recorder.tensors.structures import map_tensors, tensors
-
-_Function: TypeAlias = Callable[..., Any]
-_Replacement: TypeAlias = Callable[[_Function], _Function]
-
-# The patches are process-wide: two at a time would restore each other's.
-_LOCK = threading.RLock()
+from scio_recorder.tensors.structures import tensors
 
 _UNITS = re.compile(r"(?<=^Total mult-adds )\(Units\.(\w+)\)", re.MULTILINE)
 _TIED = "(tied)"
 
 
-@contextlib.contextmanager
-def forgiving() -> Iterator[None]:
-    """Make torchinfo accept any input, output and module inside the block.
+class Row(LayerInfo):
+    """A row of torchinfo's table: a call of a module, or a module that was not called.
 
-    Sizes that it can't determine are left empty, and its global cache is restored.
+    torchinfo's own rows fail on some modules, inputs and outputs. What they can't determine is left
+    empty here.
+
+    Attributes
+    ----------
+    call : int
+        The number of calls of the module that started before.
+    input_shape, output_spec : Any
+        Of its inputs and its output, see ``Layer``; None if it did not return.
+    completion : int or None
+        The number of calls of all modules that returned before; None if it did not return.
+    num_new : int
+        The number of parameters that no earlier row has counted.
+    """
+
+    call = num_new = 0
+    completion: int | None = None
+    input_shape: Any = None
+    output_spec: Any = None
+    _is_tied = False
+
+    def __init__(self, name: str, module: nn.Module, depth: int, parent: LayerInfo | None) -> None:
+        try:
+            super().__init__(name, module, depth, parent)
+        except Exception:
+            # A child without a truth value: a compiled module passes `len` on to its original,
+            # which may have none, and a TensorDict of parameters refuses the question.
+            super().__init__(name, nn.Sequential(nn.Identity()), depth, parent)
+            self.module, self.layer_id = module, id(module)
+            self.class_name = type(module).__name__
+
+    @staticmethod
+    def get_kernel_size(module: nn.Module) -> int | list[int] | None:
+        """Return the size of a kernel; None if it is of a kind that torchinfo does not know."""
+        try:
+            return LayerInfo.get_kernel_size(module)
+        except Exception:
+            return None
+
+    @staticmethod
+    def calculate_size(inputs: Any, batch_dim: int | None) -> tuple[list[int], int]:
+        """Return a size as a flat list, with which torchinfo can compute, and bytes of elements."""
+        try:
+            size, element_bytes = LayerInfo.calculate_size(inputs, batch_dim)
+        except Exception:
+            found = [leaf for leaf in tensors(inputs) if not leaf.is_nested]
+            size, element_bytes = (
+                ([*found[0].size()], found[0].element_size()) if found else ([], 0)
+            )
+        flat = list(engine.flatten(size))
+        # A jagged tensor has a dimension without a single length, and no size includes that.
+        return flat if all(type(n) is int for n in flat) else [], element_bytes
+
+    @staticmethod
+    def get_param_count(module: nn.Module, name: str, param: Tensor) -> tuple[int, str]:
+        """Return the number of elements that were not pruned, as far as that is known."""
+        try:
+            return LayerInfo.get_param_count(module, name, param)
+        except Exception:
+            return param.nelement(), name
+
+    def end(self, args: Any, output: Any, batch_dim: int | None) -> None:
+        """Note what the call returned."""
+        self.input_size, _ = self.calculate_size(args, batch_dim)
+        self.output_size, element_bytes = self.calculate_size(output, batch_dim)
+        self.output_bytes = element_bytes * math.prod(self.output_size)
+        self.executed = True
+        with contextlib.suppress(Exception):
+            self.calculate_macs()
+        self.output_spec = describe(output)
+
+    def count_new(self, counted: dict[int, tuple[Tensor, int]]) -> None:
+        """Count the parameters that are not among some, and add them there by ``id``."""
+        own = {
+            id(parameter): (parameter, self.get_param_count(self.module, name, parameter)[0])
+            for name, parameter in self.module.named_parameters()
+        }
+        new = {key: one for key, one in own.items() if key not in counted}
+        counted |= new
+        self.num_new = sum(count for _, count in new.values())
+        self._is_tied = self.is_leaf_layer and len(new) < len(own)
+
+    # torchinfo finds these in a time exponential in the depth.
+    def leftover_params(self) -> int:
+        """Return the number of parameters that the rows inside have not counted."""
+        return self.num_new
+
+    def leftover_trainable_params(self) -> int:
+        """Return nothing: `Statistics` counts."""
+        return 0
+
+    def num_params_to_str(self, reached_max_depth: bool) -> str:
+        """Return the number of parameters as it is shown."""
+        if self._is_tied:
+            return f"{self.num_new:,}" if self.num_new else _TIED
+        return super().num_params_to_str(reached_max_depth)
+
+    def params_percent(self, total_params: int, reached_max_depth: bool, precision: int = 2) -> str:
+        """Return the share of all parameters as it is shown."""
+        if self._is_tied:
+            return f"{self.num_new / total_params:>7.2%}" if self.num_new else _TIED
+        return super().params_percent(total_params, reached_max_depth, precision)
+
+
+class CallTrace:
+    """Makes the rows of one pass, in the order in which calls start.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network to which the rows refer.
+    twin : torch.nn.Module
+        The copy of it that runs inside a block of `watched`, or itself.
+    batch_dim : int, optional
+        The batch dimension, of length 1 in sizes.
 
     Examples
     --------
-    >>> with forgiving():
-    ...     LayerInfo.calculate_size(object(), None)
-    ([], 0)
+    >>> net = nn.Sequential(nn.ReLU())
+    >>> trace = CallTrace(net, net)
+    >>> with trace.watched():
+    ...     _ = net(torch.ones(2))
+    >>> [(row.class_name, row.completion) for row in trace.labelled_rows()]
+    [('Sequential', 1), ('ReLU', 0)]
     """
-    with _LOCK, contextlib.ExitStack() as stack:
-        stack.callback(_restore_cache, dict(engine._cached_forward_pass))
-        for (owner, name), replacement in _REPLACEMENTS.items():
-            original = vars(owner)[name]
-            stack.callback(setattr, owner, name, original)
-            setattr(owner, name, _replaced(original, replacement))
-        yield
+
+    def __init__(self, net: nn.Module, twin: nn.Module, batch_dim: int | None = None) -> None:
+        self._net, self._twin, self._batch_dim = net, twin, batch_dim
+        self._rows: list[Any] = []
+        self._counts: dict[int, int] = {}
+        self._completed = 0
+        # For each module of the copy, the calls that have not returned, and errors handled then.
+        self._open: dict[int, list[tuple[Row, BaseException | None]]] = {}
+        names = dict(net.named_modules(remove_duplicate=False))
+        copies = twin.named_modules(remove_duplicate=False)
+        self._originals = {id(module): names[name] for name, module in copies}
+        # The last place of each module in the network, under which torchinfo shows its calls.
+        self._places: dict[int, Row] = {}
+        waiting: list[tuple[str, nn.Module, int, Row | None]] = [(type(net).__name__, net, 0, None)]
+        while waiting:
+            name, module, depth, parent = waiting.pop()
+            place = self._places[id(module)] = Row(name, module, depth, parent)
+            if isinstance(module, engine.WRAPPER_MODULES):
+                # TorchScript takes no hooks.
+                self._add(module)
+            children = [*module._modules.items()][::-1]
+            waiting += [(name, one, depth + 1, place) for name, one in children if one is not None]
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Take the calls inside a block."""
+        return hooked(self._twin, before=self._start, after=self._end, always=True)
+
+    def _add(self, module: nn.Module) -> Row:
+        place = self._places[id(module)]
+        row = Row(place.var_name, module, place.depth, place.parent_info)
+        row.calculate_num_params()
+        number = self._counts.get(id(module), 0)
+        row.call, row.is_recursive = number, number > 0
+        self._counts[id(module)] = number + 1
+        self._rows.append(row)
+        return row
+
+    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A network may copy one of its modules while it runs, hooks included, and call the copy.
+        if id(module) in self._originals:
+            row = self._add(self._originals[id(module)])
+            row.input_shape = _input_shape(args, kwargs)
+            self._open.setdefault(id(module), []).append((row, sys.exc_info()[1]))
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if id(module) not in self._originals:
+            return
+        row, handled_error = self._open[id(module)].pop()
+        # A hook that is always called is given None after an exception. A call that the net makes
+        # while it handles an exception had that exception from its start.
+        if sys.exc_info()[1] is handled_error:
+            row.end(args, output, self._batch_dim)
+            row.completion = self._completed
+            self._completed += 1
+
+    def labelled_rows(self) -> list[Any]:
+        """Return the rows as torchinfo numbers them, with those of containers around them."""
+        engine.add_missing_container_layers(self._rows)
+        engine.set_children_layers(self._rows)
+        sizes = sizes_before_fsdp1(self._net)
+        for row in self._rows if sizes else ():
+            row.num_params = _num_before_fsdp1(row.module, sizes)
+        return self._rows
+
+
+def _input_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shapes = shapes_of(describe(args))
+    named = shapes_of(describe(kwargs))
+    if not kwargs:
+        return shapes[0] if len(args) == 1 else shapes
+    return (*shapes, named) if args else named
 
 
 class Statistics(ModelStatistics):
@@ -58,37 +237,35 @@ class Statistics(ModelStatistics):
 
     torchinfo counts a tied weight in each row, and subtracts it as often from the rows around,
     which then have a negative number of parameters of their own. It also misprints units.
+
+    Parameters
+    ----------
+    rows : list of Row
+        The rows.
+    input_size : Any
+        The sizes of the inputs.
+    inputs : Any
+        The inputs.
+    formatting : FormattingOptions
+        See `formatting`.
     """
 
-    @classmethod
-    def of(cls, given: ModelStatistics, own: Collection[int]) -> Statistics:
-        """Return torchinfo's table with correct figures, of the modules with given ids."""
-        given.__class__ = cls
-        assert isinstance(given, cls)
-        # A network may copy one of its modules while it runs, hooks included, and call the copy.
-        for info in given.summary_list:
-            info.children = [child for child in info.children if id(child.module) in own]
-        given.summary_list = [info for info in given.summary_list if id(info.module) in own]
-        rows = [info for info in given.summary_list if not info.is_recursive]
-        leaves = [info for info in rows if info.is_leaf_layer]
+    def __init__(
+        self, rows: list[Any], input_size: Any, inputs: Any, formatting: FormattingOptions
+    ) -> None:
+        first = [row for row in rows if not row.is_recursive]
+        leaves = [row for row in first if row.is_leaf_layer]
         # A parameter counts in the innermost of the rows around it.
-        around = [info for info in reversed(rows) if not info.is_leaf_layer]
+        around = [row for row in reversed(first) if not row.is_leaf_layer]
         counted: dict[int, tuple[Tensor, int]] = {}
-        for info in (*leaves, *around):
-            own = _parameters(info)
-            new = {key: one for key, one in own.items() if key not in counted}
-            counted |= new
-            count = sum(number for _, number in new.values())
-            if not info.is_leaf_layer:
-                _say(info, "leftover_params", partial(int, count))
-            elif len(new) < len(own):
-                _say(info, "num_params_to_str", partial(_tied_count, count))
-                _say(info, "params_percent", partial(_tied_percent, count))
+        for row in (*leaves, *around):
+            row.count_new(counted)
+        dense = [one for one in tensors(inputs) if is_dense(one)]
+        super().__init__(rows, input_size, sum(one.nbytes for one in dense), formatting)
         found = counted.values()
-        given.total_params = sum(number for _, number in found)
-        given.trainable_params = sum(number for one, number in found if one.requires_grad)
-        given.total_param_bytes = sum(number * one.element_size() for one, number in found)
-        return given
+        self.total_params = sum(number for _, number in found)
+        self.trainable_params = sum(number for one, number in found if one.requires_grad)
+        self.total_param_bytes = sum(number * one.element_size() for one, number in found)
 
     def __repr__(self) -> str:
         # Since Python 3.11, formatting a member of an enumeration gives its name, no longer its
@@ -96,29 +273,13 @@ class Statistics(ModelStatistics):
         return _UNITS.sub(lambda found: f"({Units[found[1]].value})", super().__repr__())
 
 
-def _say(info: LayerInfo, method: str, answer: partial[Any]) -> None:
-    """Make a row give another answer. A summary is pickled with its recorder, so no lambdas."""
-    setattr(info, method, answer)
-
-
-def _parameters(info: LayerInfo) -> dict[int, tuple[Tensor, int]]:
-    """Return a row's parameters with the numbers of elements that pruning has left."""
-    found: dict[int, tuple[Tensor, int]] = {}
-    for name, parameter in info.module.named_parameters():
-        try:
-            count, _ = info.get_param_count(info.module, name, parameter)
-        except Exception:
-            count = parameter.nelement()
-        found[id(parameter)] = parameter, count
-    return found
-
-
-def _tied_count(count: int, reached_max_depth: bool) -> str:
-    return f"{count:,}" if count else _TIED
-
-
-def _tied_percent(count: int, total: int, reached_max_depth: bool) -> str:
-    return f"{count / total:>7.2%}" if count else _TIED
+def formatting(keywords: Mapping[str, Any]) -> FormattingOptions:
+    """Return how the table is printed, from keywords of ``torchinfo.summary``."""
+    columns = tuple(map(ColumnSettings, keywords["col_names"]))
+    settings = set(map(RowSettings, keywords["row_settings"]))
+    return FormattingOptions(
+        keywords["depth"], keywords["verbose"], columns, keywords["col_width"], settings
+    )
 
 
 def random_inputs(
@@ -127,34 +288,6 @@ def random_inputs(
     """Return the inputs that torchinfo makes of sizes."""
     sizes = engine.get_correct_input_sizes(input_size)
     return engine.get_input_tensor(sizes, batch_dim, dtypes, device)
-
-
-def point_to(rows: list[LayerInfo], originals: Mapping[int, nn.Module]) -> None:
-    """Make rows of a copy's summary refer to the modules of the original.
-
-    Rows count whole parameters, also those of which FSDP1 leaves another shard in each process.
-
-    Parameters
-    ----------
-    rows : list of LayerInfo
-        The rows, whose parents are changed too.
-    originals : mapping of int to torch.nn.Module
-        The original of each module of the copy, by the ``id`` of the latter.
-    """
-    # The first one is the net.
-    sizes = sizes_before_fsdp1(next(iter(originals.values())))
-    pending, seen = list(rows), set()
-    while pending:
-        info = pending.pop()
-        if id(info) in seen or id(info.module) not in originals:
-            continue
-        seen.add(id(info))
-        info.module = originals[id(info.module)]
-        info.layer_id = id(info.module)
-        if sizes:
-            info.num_params = _num_before_fsdp1(info.module, sizes)
-        if info.parent_info is not None:
-            pending.append(info.parent_info)
 
 
 def _num_before_fsdp1(module: nn.Module, sizes: dict[int, dict[str, tuple[object, int]]]) -> int:
@@ -169,127 +302,3 @@ def _num_before_fsdp1(module: nn.Module, sizes: dict[int, dict[str, tuple[object
             if name not in known and not isinstance(parameter, flat)
         }
     return sum(counted.values())
-
-
-def _replaced(original: Any, replacement: _Replacement) -> Any:
-    if isinstance(original, staticmethod):
-        return staticmethod(replacement(original.__func__))
-    return replacement(original)
-
-
-def _guarded(fallback: _Function) -> _Replacement:
-    """Return a decorator: if the function raises, the fallback gives the result."""
-
-    def replacement(original: _Function) -> _Function:
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            except Exception:
-                return fallback(*args, **kwargs)
-
-        return guarded
-
-    return replacement
-
-
-def _computed_once(name: str) -> _Replacement:
-    """Return a decorator that makes a method of a row keep its result.
-
-    torchinfo computes the parameters that a row has beside its descendants by recursion over these,
-    which takes a time exponential in the depth, again for every print.
-    """
-
-    def replacement(original: _Function) -> _Function:
-        def computed_once(info: LayerInfo) -> Any:
-            result = original(info)
-            _say(info, name, partial(int, result))
-            return result
-
-        return computed_once
-
-    return replacement
-
-
-def _flat(size_of: _Function) -> _Function:
-    """Make a size a flat list: torchinfo's own arithmetic fails on nested ones."""
-
-    def flat(inputs: Any, batch_dim: int | None) -> tuple[list[int], int]:
-        try:
-            size, element_bytes = size_of(inputs, batch_dim)
-        except Exception:
-            size, element_bytes = _first_size(inputs)
-        flat_size = list(engine.flatten(size))
-        # A jagged tensor has a dimension without a single length, and no size includes that.
-        return flat_size if all(type(n) is int for n in flat_size) else [], element_bytes
-
-    return flat
-
-
-def _of_any_module(initialise: _Function) -> _Function:
-    """Make a row for a module whose children have no truth value.
-
-    A compiled module passes `len` on to its original, which may have none, and a TensorDict of
-    parameters refuses the question.
-    """
-
-    def initialise_any(info: LayerInfo, name: str, module: nn.Module, *place: Any) -> None:
-        try:
-            initialise(info, name, module, *place)
-        except Exception:
-            initialise(info, name, nn.Sequential(nn.Identity()), *place)
-            info.module, info.layer_id = module, id(module)
-            info.class_name = type(module).__name__
-
-    return initialise_any
-
-
-def _restore_cache(saved: dict[str, Any]) -> None:
-    engine._cached_forward_pass.clear()
-    engine._cached_forward_pass.update(saved)
-
-
-def _first_size(inputs: Any) -> tuple[list[int], int]:
-    found = [leaf for leaf in tensors(inputs) if not leaf.is_nested]
-    return (list(found[0].size()), found[0].element_size()) if found else ([], 0)
-
-
-def _plain_counts(info: LayerInfo) -> None:
-    parameters = list(info.module.parameters())
-    info.num_params = sum(parameter.nelement() for parameter in parameters)
-    info.param_bytes = sum(parameter.nbytes for parameter in parameters)
-    info.trainable_params = sum(p.nelement() for p in parameters if p.requires_grad)
-    info.inner_layers = {}
-
-
-def _to_device(data: Any, device: torch.device | None) -> Any:
-    return map_tensors(lambda tensor: tensor.to(device), data)
-
-
-def _data_sizes(data: Any) -> Any:
-    return shapes_of(describe(data))
-
-
-def _data_bytes(data: Any) -> int:
-    arrays = data if isinstance(data, list | tuple) else [data]
-    dense = [leaf for leaf in tensors(data) if leaf.layout is torch.strided and not leaf.is_nested]
-    return sum(leaf.nbytes for leaf in dense) + sum(
-        array.nbytes for array in arrays if isinstance(array, np.ndarray)
-    )
-
-
-def _none(*args: Any) -> None:
-    return None
-
-
-_REPLACEMENTS: dict[tuple[Any, str], _Replacement] = {
-    (LayerInfo, "__init__"): _of_any_module,
-    (LayerInfo, "calculate_size"): _flat,
-    (LayerInfo, "calculate_num_params"): _guarded(_plain_counts),
-    (LayerInfo, "calculate_macs"): _guarded(_none),
-    (LayerInfo, "get_kernel_size"): _guarded(_none),
-    (LayerInfo, "leftover_params"): _computed_once("leftover_params"),
-    (LayerInfo, "leftover_trainable_params"): _computed_once("leftover_trainable_params"),
-    (engine, "set_device"): _guarded(_to_device),
-    (engine, "get_input_data_sizes"): _guarded(_data_sizes),
-    (engine, "get_total_memory_used"): _guarded(_data_bytes),
-}
