@@ -433,7 +433,8 @@ def test_each_block_is_verified_once_an_epoch(tmp_path, monkeypatch, features):
         seen.clear()
         rows = torch.cat(list(loader))[:, 0]
         assert sorted(rows.tolist()) == list(range(2048))
-        assert sorted(seen) == sorted(blocks)
+        # Each file is opened anew: its header is a page, without the digits of its checksum.
+        assert sorted(seen) == sorted(blocks + [4096 - 16] * 4)
 
 
 def test_memory_is_bounded_by_the_buffer(tmp_path, monkeypatch):
