@@ -78,27 +78,20 @@ class ValueStatistics:
 
 @dataclass(frozen=True)
 class UnitStatistics:
-    """The numbers of units of a layer that are zero, constant or saturated.
+    """The numbers of units of a layer that are dead, zero or saturated.
 
-    A unit is a position along ``dimension`` of [samples, ...]. ``zero`` units were zero for all
-    samples, and ``constant`` ones had one other value for all. ``saturated`` is None if the type of
-    layer has no bounds.
+    ``dead`` units had one value for all samples, and that of ``zero`` ones was 0. ``saturated`` is
+    None if the type of layer has no bounds.
     """
 
     count: int
-    dimension: int
     zero: int
-    constant: int
+    dead: int
     saturated: int | None
     exploding: tuple[int, ...] = ()
     """Which units exceed the median one by far, the largest first."""
     excess: float = 0.0
     """How many times the median the largest absolute value of the first of them is."""
-
-    @property
-    def dead(self) -> int:
-        """Units that are zero or constant."""
-        return self.zero + self.constant
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@
     for (const other of headers) if (other.hasAttribute("aria-sort")) other.setAttribute("aria-sort", "none");
     header.setAttribute("aria-sort", descending ? "descending" : "ascending");
     const keyed = [...body.rows].map((row, i) => [keyOf(row.cells[column]), row, i]);
-    keyed.sort(compare(header.dataset.sort === "number", descending ? -1 : 1));
+    keyed.sort(compare(header.className !== "text", descending ? -1 : 1));
     body.append(...keyed.map(([, row]) => row));
   };
   headers.forEach((header, column) => {

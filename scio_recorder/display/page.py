@@ -7,17 +7,16 @@ import errno
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 from scio_recorder.display.outline import address_of, asset, call_text, searched, text
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import Layer
 
-# The sort keys of columns. Cells of numeric columns carry their numbers; text columns are aligned
-# left.
-TEXT, NUMBER, PLACE = "text", "number", "place"
+# Rows that are laid out at once.
 _AT_ONCE = 200
 
 
@@ -77,53 +76,78 @@ def search_box(what: str) -> str:
     )
 
 
-def table_html(
-    what: str, columns: Mapping[str, str], rows: Sequence[Iterable[str]]
-) -> Iterator[str]:
+class Column(NamedTuple):
+    """A column of a table of layers: its name, a text for each layer, and numbers to sort by."""
+
+    name: str
+    texts: Sequence[str]
+    values: Sequence[float | None] | None = None
+    alarms: Collection[int] = ()
+    """The rows in which the text stands out."""
+    kind: str = ""
+    """The class of the cells in the style sheet, if they are long."""
+
+    def cell(self, place: int) -> str:
+        """Return a cell in HTML; nothing and NaN come last in an order."""
+        shown, number = text(self.texts[place]), None if self.values is None else self.values[place]
+        if place in self.alarms:
+            shown = f'<span class="alarm">{shown}</span>'
+        if self.values is None:
+            return f'<td class="{self.kind}">{shown}</td>'
+        # NaN has no place in an order: it sorts as missing.
+        key = "" if number is None or math.isnan(number) else repr(float(number))
+        key = key.replace("inf", "Infinity")
+        return f'<td class="{self.kind or "number"}" data-value="{key}">{shown}</td>'
+
+
+def table_html(what: str, layers: Sequence[Layer], columns: Sequence[Column]) -> Iterator[str]:
     """Yield a table that can be sorted and searched.
 
     Parameters
     ----------
     what : str
         A description of the table for screen readers.
-    columns : mapping of str to str
-        The sort key of each column: one of the words above. At first, rows are in the order of the
-        first.
-    rows : sequence of iterable of str
-        The cells of each row, the first of them from `layer_cells`.
+    layers : sequence of Layer
+        The layers, in the order of rows at first.
+    columns : sequence of Column
+        The columns behind those that name the layer; those without any text are left out.
 
     Returns
     -------
     iterator of str
         HTML.
     """
+    shown = [column for column in columns if any(column.texts)]
     # The arrow of the first heading would suggest an order of labels.
     yield '<p class="quiet">Rows are in the order of execution: press a heading to sort them.</p>'
     yield '<p class="quiet scrolls" aria-hidden="true">Scroll sideways for more columns &rarr;</p>'
     # Focusable, so that it can be scrolled by keyboard.
     yield f'<div class="table" tabindex="0" role="region" aria-label="{what}"><table><thead><tr>'
-    for place, (name, sorts_by) in enumerate(columns.items()):
-        yield _heading(name, sorts_by, "none" if place else "ascending")
+    names = ("Name", "Type", *(column.name for column in shown))
+    numeric = {column.name for column in shown if column.values is not None}
+    yield _heading("Layer", "place", "ascending")
+    yield from (_heading(name, "number" if name in numeric else "text") for name in names)
     # Further rows are shown after the page itself.
-    yield f"</tr></thead><tbody{' class=short' * (len(rows) > _AT_ONCE)}>\n"
-    for row in rows:
-        yield "".join(row) + "</tr>\n"
+    yield f"</tr></thead><tbody{' class=short' * (len(layers) > _AT_ONCE)}>\n"
+    for place, layer in enumerate(layers):
+        yield _layer_cells(place, layer) + "".join(one.cell(place) for one in shown) + "</tr>\n"
     yield "</tbody></table></div>"
 
 
-def _heading(name: str, sorts_by: str, order: str) -> str:
-    kind = ' class="number"' if sorts_by == NUMBER else ""
-    kind += ' data-sort="number"' if sorts_by in (NUMBER, PLACE) else ""
-    return f'<th scope="col"{kind} aria-sort="{order}"><button type="button">{name}</button></th>'
+def _heading(name: str, kind: str, order: str = "none") -> str:
+    button = f'<button type="button">{name}</button>'
+    return f'<th scope="col" class="{kind}" aria-sort="{order}">{button}</th>'
 
 
-def layer_cells(place: int, layer: Layer) -> Iterator[str]:
-    """Yield the start of a row and its first three cells: label, name and type of a layer."""
+def _layer_cells(place: int, layer: Layer) -> str:
+    """Return the start of a row and its first three cells: label, name and type of a layer."""
     label, name = text(str(layer.label)), text(layer.name)
-    yield f'<tr id="layer-{label}" data-search="{searched(layer)}">'
-    yield f'<th scope="row" data-value="{place}">{label}</th>'
-    yield f'<td class="name tail" title="{name}">{name_html(layer.name, layer)}</td>'
-    yield f"<td><bdi>{text(layer.type_name)}</bdi></td>"
+    return (
+        f'<tr id="layer-{label}" data-search="{searched(layer)}">'
+        f'<th scope="row" data-value="{place}">{label}</th>'
+        f'<td class="name tail" title="{name}">{name_html(layer.name, layer)}</td>'
+        f"<td><bdi>{text(layer.type_name)}</bdi></td>"
+    )
 
 
 def name_html(name: str, layer: Layer) -> str:
@@ -138,26 +162,6 @@ def link_html(layer: Layer) -> str:
     """Return a link to the row of a layer."""
     name = f"<bdi>{text(layer.name or layer.type_name)}</bdi>{call_text(layer)}"
     return f'<a href="{address_of(layer)}">{text(str(layer.label))} {name}</a>'
-
-
-def alarm(shown: str) -> str:
-    """Return a text that stands out."""
-    return f'<span class="alarm">{shown}</span>'
-
-
-def number_cell(
-    value: float | None, shown: str, kind: str = "number", *, is_alarm: bool = False
-) -> str:
-    """Return a cell that sorts by a number; nothing and NaN come last."""
-    # NaN has no place in an order: it sorts as missing, which is last.
-    key = "" if value is None or math.isnan(value) else repr(float(value))
-    shown = alarm(shown) if is_alarm else shown
-    return f'<td class="{kind}" data-value="{key.replace("inf", "Infinity")}">{shown}</td>'
-
-
-def count_cell(count: int | None) -> str:
-    """Return a cell with a count that should be zero, such as NaNs."""
-    return number_cell(count, "" if count is None else f"{count:,}", is_alarm=bool(count))
 
 
 def number_text(value: float | None) -> str:
@@ -207,9 +211,9 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
         # Whether the file can be written is known before the work.
         draft.touch(exist_ok=False)
         draft.unlink()
-        text = "".join(pieces)
+        page = "".join(pieces)
         with open(draft, "x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+            file.write(page)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, target)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from rich.filesize import decimal
 
 from scio_recorder.display import page
-from scio_recorder.display.figure import Bars, LayerSummary, UnitStatistics
+from scio_recorder.display.figure import Bars, LayerSummary
 from scio_recorder.display.outline import Outline, address_of, asset, searched, text, tree_html
+from scio_recorder.display.page import Column
 from scio_recorder.layer import few
 
-_FIRST = {"Layer": page.PLACE, "Name": page.TEXT, "Type": page.TEXT}
-_OTHERS = {
-    **dict.fromkeys(("Mean", "Std", "Min", "Max", "Zeros", "NaN", "Inf"), page.NUMBER),
-    **dict.fromkeys(("Units", "Dead", "Saturated"), page.NUMBER),
-    "Kept": page.PLACE,
-}
 # Types of layers in which a unit that is always zero has no gradient and learns nothing more.
 _RECTIFIERS = ("ReLU", "ReLU6")
 _HEIGHT = 100
 # Units that a warning names.
 _SHOWN = 5
+# Columns that say that something is wrong.
+_FAULTS = ("NaN", "Inf", "Dead")
 
 
 def recording_page(
@@ -94,20 +91,43 @@ def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
         yield "<p>No layer was recorded.</p>"
         return
     yield page.search_box("statistics and histograms")
-    cells = [_cells(summary) for summary in layers]
-    # A narrow screen shows only the first columns.
-    alarming = {
-        "NaN": any(one.values.nans for one in layers),
-        "Inf": any(one.values.infinities for one in layers),
-        "Dead": any(one.units and one.units.dead for one in layers),
-    }
-    order = sorted(_OTHERS, key=lambda name: not alarming.get(name))
-    rows = [
-        [*page.layer_cells(place, summary.layer), *(own[name] for name in order)]
-        for place, (summary, own) in enumerate(zip(layers, cells, strict=True))
+    # What is wrong comes first: a narrow screen shows only the first columns.
+    columns = sorted(_columns(layers), key=lambda one: not (one.alarms and one.name in _FAULTS))
+    yield from page.table_html("Statistics of layers", [one.layer for one in layers], columns)
+
+
+def _columns(layers: Sequence[LayerSummary]) -> list[Column]:
+    values = [one.values for one in layers]
+    units = [one.units for one in layers]
+    means, deviations = [one.mean for one in values], [one.std for one in values]
+    zeros = [one.zeros for one in values]
+    # The spread of a single value is rightly nan.
+    unknown = {place for place, mean in enumerate(means) if mean is None or math.isfinite(mean)}
+    return [
+        _figures("Mean", means),
+        _figures("Std", deviations, unknown),
+        _figures("Min", [one.low for one in values]),
+        _figures("Max", [one.high for one in values]),
+        Column("Zeros", ["" if one is None else f"{one:.1%}" for one in zeros], zeros),
+        _counts("NaN", [one.nans for one in values]),
+        _counts("Inf", [one.infinities for one in values]),
+        _counts("Units", [one and one.count for one in units])._replace(alarms=()),
+        _counts("Dead", [one and one.dead for one in units]),
+        _counts("Saturated", [one and one.saturated for one in units]),
+        Column("Kept", list(map(_kept, layers)), [one.num_bytes for one in layers], (), "kept"),
     ]
-    columns = {**_FIRST, **{name: _OTHERS[name] for name in order}}
-    yield from page.table_html("Statistics of layers", columns, rows)
+
+
+def _figures(name: str, values: Sequence[float | None], silent: Collection[int] = ()) -> Column:
+    """Return a column of numbers that should be finite."""
+    odd = {place for place, one in enumerate(values) if one is not None and not math.isfinite(one)}
+    return Column(name, list(map(page.number_text, values)), values, odd - set(silent))
+
+
+def _counts(name: str, counts: Sequence[int | None]) -> Column:
+    """Return a column of counts that should be zero."""
+    texts = ["" if count is None else f"{count:,}" for count in counts]
+    return Column(name, texts, counts, {place for place, count in enumerate(counts) if count})
 
 
 def _histograms(layers: Sequence[LayerSummary]) -> Iterator[str]:
@@ -143,47 +163,11 @@ def _figure(summary: LayerSummary) -> str:
     )
 
 
-def _cells(summary: LayerSummary) -> dict[str, str]:
-    """Return the cells of a row behind the first ones, by column."""
-    values, units = summary.values, summary.units
-    found: dict[str, str] = {}
-    # The spread of a single value is rightly nan.
-    std_may_alarm = not _is_finite(values.mean)
-    figures = {"Mean": values.mean, "Std": values.std, "Min": values.low, "Max": values.high}
-    for name, value in figures.items():
-        is_alarm = not _is_finite(value) and (name != "Std" or std_may_alarm)
-        found[name] = page.number_cell(value, page.number_text(value), is_alarm=is_alarm)
-    found["Zeros"] = page.number_cell(
-        values.zeros, "" if values.zeros is None else f"{values.zeros:.1%}"
-    )
-    found |= {"NaN": page.count_cell(values.nans), "Inf": page.count_cell(values.infinities)}
-    return {**found, **_unit_cells(units), "Kept": _kept(summary)}
-
-
-def _unit_cells(units: UnitStatistics | None) -> dict[str, str]:
-    if units is None:
-        return dict.fromkeys(("Units", "Dead", "Saturated"), page.count_cell(None))
-    where = f" (dim {units.dimension})" if units.dimension else ""
-    parts = ((units.zero, "zero"), (units.constant, "constant"))
-    dead = " ".join(page.alarm(f"{count:,} {kind}") for count, kind in parts if count)
-    return {
-        "Units": page.number_cell(units.count, f"{units.count:,}{where}"),
-        "Dead": page.number_cell(units.dead, dead or "0", "number dead"),
-        "Saturated": page.count_cell(units.saturated),
-    }
-
-
 def _kept(summary: LayerSummary) -> str:
     shape = "" if summary.shape is None else str(summary.shape)
     size = "" if summary.num_bytes is None else decimal(summary.num_bytes)
     parts = filter(None, (f"{summary.dtype} {shape}".strip(), size, summary.kept))
-    notes = f'<div class="quiet">{text("; ".join(summary.notes))}</div>' if summary.notes else ""
-    key = "" if summary.num_bytes is None else summary.num_bytes
-    return f'<td class="kept" data-value="{key}">{text(", ".join(parts))}{notes}</td>'
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is None or math.isfinite(value)
+    return "; ".join([", ".join(parts), *summary.notes])
 
 
 def bars_svg(bars: Bars, attributes: str) -> str:

@@ -73,8 +73,6 @@ class RunningStatistics:
     ----------
     num_finite, nans : int
         Numbers of values.
-    dimension : int
-        The dimension of [samples, ...] along which units lie; 0 if there is none.
 
     Examples
     --------
@@ -89,7 +87,7 @@ class RunningStatistics:
         self._moments, self._low, self._high = Moments(), Min(), Max()
         self._alive: Alive | None = None
         self.num_finite = self._zeros = self._below = self._above = 0
-        self.nans = self.dimension = 0
+        self.nans = 0
 
     def update(self, value: Any) -> None:
         """Add an output: all values of all tensors in it, and the units of the first of them."""
@@ -116,11 +114,11 @@ class RunningStatistics:
         self._zeros += int(is_zero.sum(dtype=torch.float64))
 
     def _add_units(self, samples: Tensor, type_name: str) -> None:
-        self.dimension = unit_dimension(type_name, samples.ndim)
+        dimension = unit_dimension(type_name, samples.ndim)
         if self._alive is None:
-            self._alive = Alive(self.dimension or 1, SATURATION_BOUNDS.get(type_name))
+            self._alive = Alive(dimension or 1, SATURATION_BOUNDS.get(type_name))
         # Without units, each value is a sample of one.
-        self._alive.update(samples if self.dimension else samples.reshape(-1, 1))
+        self._alive.update(samples if dimension else samples.reshape(-1, 1))
 
     @property
     def finite(self) -> ValueStatistics:
@@ -259,7 +257,7 @@ def _of_samples(
         values=values,
         finite=found.finite if values.infinities else None,
         # A single sample does not show whether a unit is dead.
-        units=units and _units(units, found.dimension) if len(samples) > 1 else None,
+        units=units and _units(units) if len(samples) > 1 else None,
         bars=None if histogram is None else _bars(histogram.compute()),
         notes=[text for text, is_so in notes if is_so],
     )
@@ -276,26 +274,14 @@ def _bars(result: HistogramResult) -> Bars:
     return Bars(tuple(result.counts.tolist()), low, high, result.below, result.above)
 
 
-def _units(result: AliveResult, dimension: int) -> UnitStatistics:
-    """Count the units that do nothing, and name those that exceed the others by far.
-
-    Parameters
-    ----------
-    result : AliveResult
-        The statistics of each unit.
-    dimension : int
-        The dimension of [samples, ...] along which they lie; 0 if there is none.
-    """
-    zero = int((result.dead & (result.max_abs == 0)).sum())
-    exploding, excess = _exploding(result.dead, result.max_abs)
+def _units(result: AliveResult) -> UnitStatistics:
+    """Count the units that do nothing, and name those that exceed the others by far."""
     return UnitStatistics(
         result.dead.numel(),
-        dimension,
-        zero,
-        int(result.dead.sum()) - zero,
+        int((result.dead & (result.max_abs == 0)).sum()),
+        int(result.dead.sum()),
         None if result.saturated is None else int(result.saturated.sum()),
-        exploding,
-        excess,
+        *_exploding(result.dead, result.max_abs),
     )
 
 
@@ -334,7 +320,7 @@ def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
         if isinstance(result, HistogramResult):
             shown["bars"] = _bars(result)
         if isinstance(result, AliveResult):
-            units = _units(result, 0)
+            units = _units(result)
         warnings += _troubles(kind, result)
         if not shown and units is None:
             notes.append(f"{kind} is not drawn")

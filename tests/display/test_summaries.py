@@ -174,7 +174,7 @@ def test_dead_units_are_those_that_never_change() -> None:
     samples[:9, 3], samples[9, 3] = 0.0, 1e-30
     units = of(samples).units
     assert units is not None
-    assert (units.count, units.dimension, units.zero, units.constant, units.dead) == (6, 1, 2, 1, 3)
+    assert (units.count, units.zero, units.dead) == (6, 2, 3)
 
 
 def test_units_of_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_units_of_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scio_recorder.recording.readable._PART_BYTES", samples.nbytes // 20)
     units = summarise(recording, [(0, 1)], bins=None)[0].units
     assert units is not None
-    assert (units.count, units.zero, units.constant, units.saturated) == (12, 1, 0, 2)
+    assert (units.count, units.zero, units.dead, units.saturated) == (12, 1, 1, 2)
 
 
 def test_one_sample_says_nothing_of_dead_units() -> None:
@@ -206,24 +206,22 @@ class BatchNorm1d(nn.Identity):
 
 
 @pytest.mark.parametrize(
-    ("shape", "net", "count", "dimension"),
+    ("shape", "net", "count"),
     [
-        ((5,), nn.Identity(), 1, 0),
-        ((5, 3), nn.Identity(), 3, 1),
-        ((5, 3, 4), nn.Identity(), 4, 2),
-        ((5, 3, 4), BatchNorm1d(), 3, 1),
-        ((5, 3, 4, 2), nn.Identity(), 3, 1),
-        ((5, 3, 4, 2), LayerNorm(), 2, 3),
-        ((5, 3, 4, 2), LayerNorm2d(), 3, 1),
-        ((5, 3, 4, 2, 2), nn.Identity(), 3, 1),
+        ((5,), nn.Identity(), 1),
+        ((5, 3), nn.Identity(), 3),
+        ((5, 3, 4), nn.Identity(), 4),
+        ((5, 3, 4), BatchNorm1d(), 3),
+        ((5, 3, 4, 2), nn.Identity(), 3),
+        ((5, 3, 4, 2), LayerNorm(), 2),
+        ((5, 3, 4, 2), LayerNorm2d(), 3),
+        ((5, 3, 4, 2, 2), nn.Identity(), 3),
     ],
 )
-def test_where_units_lie(
-    shape: tuple[int, ...], net: nn.Module, count: int, dimension: int
-) -> None:
+def test_where_units_lie(shape: tuple[int, ...], net: nn.Module, count: int) -> None:
     units = of(torch.randn(shape), net).units
     assert units is not None
-    assert (units.count, units.dimension) == (count, dimension)
+    assert units.count == count
 
 
 @pytest.mark.usefixtures("pieces")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
@@ -30,13 +30,9 @@ from scio_recorder.display.outline import (
     visible,
 )
 from scio_recorder.display.page import (
-    NUMBER,
-    PLACE,
-    TEXT,
+    Column,
     check_page,
-    layer_cells,
     link_html,
-    number_cell,
     number_text,
     page_html,
     search_box,
@@ -322,40 +318,22 @@ _ADVICE = {
 }
 
 
-class _Column(NamedTuple):
-    """A column of figures or words about layers: its name, its texts, and numbers to sort by."""
-
-    name: str
-    texts: list[str]
-    values: list[float | None] | None = None
-
-    def cell(self, place: int) -> str:
-        """Return a cell of the page."""
-        shown = text(self.texts[place])
-        if self.values is None:
-            return f"<td>{shown}</td>"
-        value = self.values[place]
-        # A quotient is infinite as well if the reference is zero, as dead units are.
-        is_odd = self.name == "Max abs" and value is not None and math.isinf(value)
-        return number_cell(value, shown, is_alarm=is_odd)
-
-
-def _columns(found: Difference) -> list[_Column]:
+def _columns(found: Difference) -> list[Column]:
     """Return the columns that say anything, after those that name the layer."""
     layers = list(found.values())
     names = [one.candidate_name for one in layers]
     has_other_names = names != [one.name for one in layers]
     columns = [
-        _Column("Candidate", names if has_other_names else []),
-        _Column("Differs", [_differs(found, one) for one in layers]),
-        _Column("Inputs", [_INPUTS[one.inputs_equal] for one in layers]),
+        Column("Candidate", names if has_other_names else []),
+        Column("Differs", [_differs(found, one) for one in layers]),
+        Column("Inputs", [_INPUTS[one.inputs_equal] for one in layers]),
         *(_figures(name, [getattr(one, key) for one in layers]) for name, key in _FIGURES.items()),
-        _Column(
+        Column(
             "Different",
             ["" if one.error else f"{one.num_different:,}" for one in layers],
             [one.num_different for one in layers],
         ),
-        _Column(
+        Column(
             "First sample",
             ["" if (at := one.first_sample_id) is None else str(at) for one in layers],
         ),
@@ -363,11 +341,13 @@ def _columns(found: Difference) -> list[_Column]:
     return [column for column in columns if any(column.texts)]
 
 
-def _figures(name: str, values: list[float | None]) -> _Column:
+def _figures(name: str, values: list[float | None]) -> Column:
     """Return the column of a figure, without a text where it is not known."""
     digits = 6 if name == "Cosine" else 4
     texts = ["" if x is None or math.isnan(x) else f"{x:.{digits}g}" for x in values]
-    return _Column(name, texts, values)
+    # A quotient is infinite as well if the reference is zero, as dead units are.
+    odd = {place for place, x in enumerate(values) if x == math.inf and name == "Max abs"}
+    return Column(name, texts, values, odd)
 
 
 def _differs(found: Difference, one: LayerDifference) -> str:
@@ -441,15 +421,9 @@ def _result(found: Difference) -> Iterator[str]:
 
 
 def _table(found: Difference) -> Iterator[str]:
-    columns = _columns(found)
-    sorting = {one.name: TEXT if one.values is None else NUMBER for one in columns}
-    rows = [
-        [*layer_cells(place, found.architecture[label]), *(one.cell(place) for one in columns)]
-        for place, label in enumerate(found)
-    ]
     yield search_box("layers")
-    headings = {"Layer": PLACE, "Name": TEXT, "Type": TEXT, **sorting}
-    yield from table_html("Differences of layers", headings, rows)
+    layers = [found.architecture[label] for label in found]
+    yield from table_html("Differences of layers", layers, _columns(found))
 
 
 def _layer_text(layer: Layer) -> str:
