@@ -19,6 +19,7 @@ from scio_recorder.layer import Layer, few
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 
 # A value is saturated if it lies within this share of the range from a bound, and a unit if this
@@ -45,7 +46,6 @@ _COLUMNS = 5
 # Blue and vermilion of Okabe and Ito, which differ for colour-blind readers and in grey.
 BLUE, VERMILION = "#0072B2", "#D55E00"
 _MOST_TICKS = 40
-_MOST_DECADES = 8
 
 
 @dataclass(frozen=True)
@@ -113,36 +113,41 @@ class LayerSummary:
     """Faults in results of reductions."""
 
 
-def draw(kind: str, layers: Sequence[LayerSummary]) -> Figure:
-    """Draw layers as histograms or over the depth of the net.
+def draw_histograms(layers: Sequence[LayerSummary]) -> Figure:
+    """Draw a histogram of each layer."""
+    drawn = [one for one in layers if one.bars is not None]
+    columns = max(1, min(_COLUMNS, len(drawn)))
+    rows = max(1, math.ceil(len(drawn) / columns))
+    figure = blank((max(4.8, 2.4 * columns), max(3.0, 1.6 * rows + 0.5)))
+    for place, one in enumerate(drawn):
+        _histogram(figure.add_subplot(rows, columns, place + 1), one.layer, one.bars)
+    figure.supxlabel("value", fontsize=9)
+    figure.supylabel("share of values, square-root scale", fontsize=9)
+    _name_others(figure, layers, drawn)
+    return figure
 
-    Parameters
-    ----------
-    kind : {"histograms", "depth"}
-        The kind of drawing.
-    layers : sequence of LayerSummary
-        The layers in order.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-        The figure.
-    """
-    has = {one.layer.label for one in layers if _can_draw(kind, one)}
-    drawn = [one for one in layers if one.layer.label in has]
-    # Measuring hundreds of axes takes longer than drawing them, so the grid is laid out by sizes.
-    figure = blank(_size(kind, len(drawn)))
-    if kind == "depth":
-        figure.set_layout_engine("constrained")
-    if not drawn:
-        figure.text(0.5, 0.6, "There is nothing to draw.", ha="center", va="center")
-    elif kind == "depth":
+def draw_depth(layers: Sequence[LayerSummary]) -> Figure:
+    """Draw mean, spread and extremes of each layer over the depth of the net."""
+    drawn = [one for one in layers if np.isfinite(_finite(one)[0])]
+    figure = blank((min(14.0, max(6.0, 2.5 + 0.25 * len(drawn))), 4.2))
+    if drawn:
         _depth(figure.subplots(), drawn)
         figure.legend(loc="outside upper right", ncols=3, fontsize=8)
-    else:
-        _histograms(figure, drawn)
-    _note(figure, [one for one in layers if one.layer.label not in has])
+    _name_others(figure, layers, drawn)
     return figure
+
+
+def _name_others(
+    figure: Figure, layers: Sequence[LayerSummary], drawn: Sequence[LayerSummary]
+) -> None:
+    """Name the layers that can't be drawn."""
+    if not drawn:
+        figure.text(0.5, 0.6, "There is nothing to draw.", ha="center", va="center")
+    if len(drawn) < len(layers):
+        shown = {one.layer.label for one in drawn}
+        others = few([one.layer.label for one in layers if one.layer.label not in shown], 8)
+        figure.suptitle(f"Nothing to draw: {others}", x=0.01, ha="left", fontsize=8)
 
 
 def blank(size: tuple[float, float]) -> Figure:
@@ -155,16 +160,10 @@ def blank(size: tuple[float, float]) -> Figure:
     """
     with needing("plot", "a figure"):
         from matplotlib.figure import Figure
-    figure = Figure(figsize=size)
+    figure = Figure(figsize=size, layout="constrained")
     # A notebook shows figures that pyplot knows; this one renders itself.
     figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython looks for it
     return figure
-
-
-def _can_draw(kind: str, summary: LayerSummary) -> bool:
-    if kind == "histograms":
-        return summary.bars is not None
-    return bool(np.isfinite(_finite(summary)[0]))
 
 
 def _finite(summary: LayerSummary) -> NDArray[np.float64]:
@@ -174,39 +173,10 @@ def _finite(summary: LayerSummary) -> NDArray[np.float64]:
     return np.where(np.isfinite(found), found, np.nan)
 
 
-def _size(kind: str, count: int) -> tuple[float, float]:
-    if kind == "depth":
-        return min(14.0, max(6.0, 2.5 + 0.25 * count)), 4.2
-    columns, rows = _grid(count)
-    return max(4.8, 2.4 * columns), max(3.0, 1.6 * rows + 0.5)
-
-
-def _grid(count: int) -> tuple[int, int]:
-    columns = max(1, min(_COLUMNS, count))
-    return columns, max(1, math.ceil(count / columns))
-
-
-def _histograms(figure: Figure, layers: Sequence[LayerSummary]) -> None:
-    columns, rows = _grid(len(layers))
-    width, height = figure.get_size_inches()
-    figure.subplots_adjust(
-        left=0.75 / width,
-        right=1 - 0.2 / width,
-        bottom=0.5 / height,
-        top=1 - 0.55 / height,
-        wspace=0.4,
-        hspace=0.6,
-    )
-    for place, summary in enumerate(layers):
-        _histogram(figure.add_subplot(rows, columns, place + 1), summary)
-    figure.supxlabel("value", fontsize=9, y=0.05 / height)
-    figure.supylabel("share of values, square-root scale", fontsize=9, x=0.08 / width)
-
-
-def _histogram(axis: Axes, summary: LayerSummary) -> None:
-    bars, layer = summary.bars, summary.layer
+def _histogram(axis: Axes, layer: Layer, bars: Bars | None) -> None:
     assert bars is not None
-    total = sum(bars.counts) + bars.below + bars.above or 1
+    outside = bars.below + bars.above
+    total = sum(bars.counts) + outside or 1
     edges = np.linspace(bars.low, bars.high, len(bars.counts) + 1)
     axis.set_yscale("function", functions=(_root, np.square))
     axis.stairs(np.array(bars.counts) / total, edges, fill=True, color=BLUE)
@@ -214,13 +184,10 @@ def _histogram(axis: Axes, summary: LayerSummary) -> None:
     axis.set_ylim(bottom=0)
     axis.tick_params(labelsize=7)
     axis.xaxis.get_offset_text().set_fontsize(7)
-    axis.locator_params(axis="x", nbins=4)
-    axis.locator_params(axis="y", nbins=4)
-    outside = bars.below + bars.above
+    axis.locator_params(nbins=4)
     if outside:
         text = f"{outside:,} outside"
         axis.text(0.98, 0.95, text, ha="right", va="top", fontsize=6, transform=axis.transAxes)
-    axis.set_gid(f"layer-{layer.label}")
 
 
 def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
@@ -245,26 +212,14 @@ def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
 
 def _scale(axis: Axes, std: NDArray[np.float64]) -> None:
     """Keep far extremes from flattening everything else."""
-    spreads = np.sort(std[np.isfinite(std)])
-    typical = float(spreads[len(spreads) // 2]) if len(spreads) else 0.0
+    typical = float(np.median(std[np.isfinite(std)])) if np.isfinite(std).any() else 0.0
     bottom, top = axis.dataLim.intervaly
     if typical > 0 and max(-bottom, top) > 1000 * typical:
         # The margin that matplotlib leaves is a share of all decades, and may reach past float64.
         axis.set_ylim(2 * min(0.0, bottom), 2 * max(0.0, top))
-        # As wide as the distance between two marks, so that marks around 0 don't overlap either.
-        width = max(1.0, math.log10(max(-bottom, top) / typical) / _MOST_DECADES)
-        axis.set_yscale("symlog", linthresh=typical, linscale=2 * width)
-        locator: Any = axis.yaxis.get_major_locator()
-        locator.set_params(numticks=_MOST_DECADES)
-        axis.minorticks_off()
-
-
-def _note(figure: Figure, left_out: Sequence[LayerSummary]) -> None:
-    if not left_out:
-        return
-    text = f"Nothing to draw: {few([one.layer.label for one in left_out], 8)}"
-    y = 1 - 0.05 / figure.get_size_inches()[1]
-    figure.suptitle(text, x=0.01, y=y, ha="left", va="top", fontsize=8)
+        # Wide enough that marks around 0 don't overlap.
+        decades = math.log10(max(-bottom, top) / typical)
+        axis.set_yscale("symlog", linthresh=typical, linscale=max(2.0, decades / 4))
 
 
 def _root(shares: Any) -> Any:
@@ -286,12 +241,6 @@ _LONGEST_NAME = 28
 _APART = 8.0
 # The colour of cells without a number.
 _GREY = "#b0b0b0"
-
-
-def _axes(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = blank((width, height))
-    figure.set_layout_engine("constrained")
-    return figure, figure.subplots()
 
 
 def _short(name: str) -> str:
@@ -337,11 +286,10 @@ def draw_matrix(
     rows, columns = names
     height, width = (_extent_of(len(side)) for side in names)
     margin = 0.5 + 0.075 * max(map(len, map(_short, (*rows, *columns))), default=0)
-    figure, axis = _axes(width + margin + 1.0, height + margin + 0.7)
-    axis.set_facecolor(_GREY)
+    figure = blank((width + margin + 1.0, height + margin + 0.7))
+    axis = figure.subplots()
+    figure.colorbar(_heat_map(axis, values, "viridis", (0.0, 1.0)), ax=axis, pad=0.02)
     # Vermilion stands out from every colour of the map.
-    image = axis.imshow(values, cmap="viridis", vmin=0, vmax=1, origin="lower", aspect="auto")
-    figure.colorbar(image, ax=axis, pad=0.02)
     ends = (0, len(columns) - 1), (0, len(rows) - 1)
     axis.plot(*ends, color=VERMILION, linestyle=":", linewidth=1)
     _name_ticks(axis, "x", columns, width)
@@ -349,6 +297,11 @@ def draw_matrix(
     axis.set(ylabel=axes[0], xlabel=axes[1])
     axis.set_title(title, fontsize=10, parse_math=False)
     return figure
+
+
+def _heat_map(axis: Axes, values: Floats, colours: str, limits: tuple[float, float]) -> AxesImage:
+    axis.set_facecolor(_GREY)
+    return axis.imshow(values, colours, aspect="auto", origin="lower", clim=limits)
 
 
 def draw_profile(
@@ -377,7 +330,8 @@ def draw_profile(
         The layer that stands out.
     """
     width = min(14.0, max(6.0, 2.5 + 0.25 * len(names)))
-    figure, axis = _axes(width, 4.8)
+    figure = blank((width, 4.8))
+    axis = figure.subplots()
     axis.set_yscale("log")
     known = values[np.isfinite(values) & (values > 0)]
     low, high = (known.min() / _APART, known.max() * _APART) if len(known) else (0.1, 10.0)
@@ -386,7 +340,14 @@ def draw_profile(
     if not np.isfinite(values).all():
         _line(axis, high, "no finite number")
     heights = np.where(np.isfinite(values), np.clip(values, low, high), high)
-    _points(axis, heights, differs, marked)
+    places = np.arange(len(heights))
+    style: dict[str, Any] = {"color": BLUE, "markersize": 5, "linewidth": 1}
+    axis.plot(places, heights, "o-", markerfacecolor="white", label="no difference", **style)
+    axis.plot(places[differs], heights[differs], "o", label="difference", **style)
+    if marked is not None:
+        axis.axvline(marked, color=VERMILION, linewidth=0.8, alpha=0.6)
+        height, label = heights[marked], "first difference"
+        axis.plot([marked], [height], "D", color=VERMILION, markersize=9, label=label)
     _name_ticks(axis, "x", names, width)
     axis.set(xlim=(-0.6, len(names) - 0.4), ylabel=measure)
     axis.grid(axis="y", alpha=0.3)
@@ -400,22 +361,6 @@ def _line(axis: Axes, height: float, name: str) -> None:
     axis.axhline(height, color="0.6", linewidth=0.8, linestyle="--")
     across = axis.get_yaxis_transform()
     axis.text(1.0, height, name, fontsize=7, ha="right", va="bottom", transform=across)
-
-
-def _points(axis: Axes, heights: Floats, differs: NDArray[np.bool_], marked: int | None) -> None:
-    places = np.arange(len(heights))
-    axis.plot(places, heights, color=BLUE, linewidth=1, alpha=0.5)
-    for name, chosen, fill in (
-        ("no difference", ~differs, "white"),
-        ("difference", differs, BLUE),
-    ):
-        if chosen.any():
-            style: dict[str, Any] = {"markerfacecolor": fill, "markersize": 5, "label": name}
-            axis.plot(places[chosen], heights[chosen], "o", color=BLUE, **style)
-    if marked is not None:
-        axis.axvline(marked, color=VERMILION, linewidth=0.8, alpha=0.6)
-        height, label = heights[marked], "first difference"
-        axis.plot([marked], [height], "D", color=VERMILION, markersize=9, label=label)
 
 
 def draw_effects(
@@ -444,7 +389,8 @@ def draw_effects(
     # Names of layers stand below bars, and beside maps.
     margin = 0.5 + 0.075 * max(map(len, layers))
     wide, high = (margin + 0.3, 2.2) if positions else (1.3, margin + 0.8)
-    figure, axis = _axes(width + wide, height + high)
+    figure = blank((width + wide, height + high))
+    axis = figure.subplots()
     figure.suptitle(title, fontsize=10, parse_math=False, wrap=True)
     if positions:
         _map(axis, values, clean, corrupted)
@@ -464,11 +410,9 @@ def draw_effects(
 def _map(axis: Axes, values: Floats, clean: float, corrupted: float) -> None:
     away = np.abs(np.append(values, clean) - corrupted)
     reach = float(np.max(away, initial=0.0, where=np.isfinite(away))) or 1.0
-    axis.set_facecolor(_GREY)
     # Blue points to the clean run.
     colours = "RdBu" if clean >= corrupted else "RdBu_r"
-    low, high = corrupted - reach, corrupted + reach
-    image = axis.imshow(values, cmap=colours, origin="lower", aspect="auto", vmin=low, vmax=high)
+    image = _heat_map(axis, values, colours, (corrupted - reach, corrupted + reach))
     # Below the map, so that the figure is narrow enough for a phone.
     bar = axis.figure.colorbar(image, ax=axis, location="bottom", pad=0.02, aspect=30)
     bar.ax.axvline(corrupted, color="black", linewidth=1)

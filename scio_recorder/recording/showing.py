@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.filesize import decimal
 from torch import Tensor
 
-from scio_recorder.display.figure import LayerSummary, draw
+from scio_recorder.display.figure import LayerSummary, draw_depth, draw_histograms
 from scio_recorder.display.outline import Outline, Outlined, outline
 from scio_recorder.display.page import check_page, write_page
 from scio_recorder.display.recording_page import recording_page
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_MOST_HISTOGRAMS = 400
+_MOST_HISTOGRAMS = 100
 FRAME_COLUMNS = (
     *("label", "name", "type", "samples", "rows", "shape", "dtype", "bytes"),
     *("mean", "std", "min", "max", "zeros", "nan", "inf", "max_abs", "units", "dead", "saturated"),
@@ -65,7 +65,7 @@ class Showing(Outlined, Readable):
         ------
         ArgumentError
             There is no such kind, ``bins`` is not a whole number from 1 on, or there are more than
-            400 histograms.
+            100 histograms.
         LayerNotFoundError
             One of the layers was not recorded.
 
@@ -88,7 +88,8 @@ class Showing(Outlined, Readable):
                 f"{_MOST_HISTOGRAMS} layers "
                 'with layers=, write a report, or plot("depth")'
             )
-        return draw(kind, summarise(self, labels, whole("bins", bins, 1, ArgumentError)))
+        draw = draw_histograms if kind == "histograms" else draw_depth
+        return draw(summarise(self, labels, whole("bins", bins, 1, ArgumentError)))
 
     def report(
         self, path: str | os.PathLike[str], *, title: str | None = None, bins: int = 50
