@@ -9,7 +9,6 @@ import time
 import traceback
 from argparse import Namespace
 from contextlib import closing
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -166,11 +165,7 @@ def status(parsed: Namespace, console: Console) -> None:
         found = progress_of(medium)
     text, holders = f"{found.num_done:,} of {found.num_parts:,} parts are complete", found.holders
     if found.num_done < found.num_parts:
-        # Processes report their rate with each part that they end.
-        rate, left = found.samples_per_second, found.seconds_left
-        text += f", {len(holders):,} are held; "
-        text += f"{rate:,.0f} samples/s, " if rate or not holders else "rate and "
-        text += "time left unknown" if left is None else f"{timedelta(seconds=round(left))} left"
+        text += f", {len(holders):,} are held"
     rows = []
     for one in holders:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.since))

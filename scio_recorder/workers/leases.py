@@ -96,8 +96,8 @@ class Lease:
         Where the recording is.
     part, number : int
         The part, and the number of the lease's first object.
-    holder : callable
-        Returns the facts about the holder that others can read.
+    holder : mapping
+        The facts about the holder that others can read.
     clock : callable
         Returns seconds.
     """
@@ -107,14 +107,15 @@ class Lease:
         medium: Medium,
         part: int,
         number: int,
-        holder: Callable[[], Mapping[str, Any]],
+        holder: Mapping[str, Any],
         clock: Callable[[], float],
     ) -> None:
         self.part = part
         # Whether an earlier holder of the part is gone.
         self.is_inherited = number > 0
-        self._medium, self._holder, self._clock = medium, holder, clock
-        self._token, self._since = uuid.uuid4().hex, time.time()
+        self._medium, self._clock = medium, clock
+        self._token = uuid.uuid4().hex
+        self._content = dump({**holder, "token": self._token, "since": time.time()})
         self._numbers = [number]
         # A renewal counts from the time before its request: nobody can have seen it earlier.
         self._renewed_at = clock()
@@ -177,9 +178,8 @@ class Lease:
 
     def _put(self, number: int) -> bool:
         name = lease_name(self.part, number)
-        content = dump({**self._holder(), "token": self._token, "since": self._since})
         try:
-            self._medium.claim(name, content)
+            self._medium.claim(name, self._content)
         except FileExistsError:
             # It may be ours: a request can succeed without an answer.
             return holder_of(self._medium, name).get("token") == self._token
@@ -238,8 +238,8 @@ class Claims:
         Where the recording is.
     num_parts : int
         The number of its parts.
-    holder : callable
-        ``part ->`` the facts about this worker that others can read.
+    holder : mapping
+        The facts about this worker that others can read.
     clock : callable
         Returns seconds.
     dice : random.Random, optional
@@ -250,7 +250,7 @@ class Claims:
         self,
         medium: Medium,
         num_parts: int,
-        holder: Callable[[int], Mapping[str, Any]],
+        holder: Mapping[str, Any],
         *,
         clock: Callable[[], float] = seconds,
         dice: random.Random | None = None,
@@ -350,7 +350,7 @@ class Claims:
         # This comes before a lease: most parts that others were faster to take are complete by now.
         if self._is_done(part):
             return None
-        lease = Lease(self._medium, part, number, lambda: self._holder(part), self._clock)
+        lease = Lease(self._medium, part, number, self._holder, self._clock)
         if not lease.take():
             self._busy[part] = 1
             return None

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from scio_recorder.capture.engine import Capture
 from scio_recorder.display.progress import Advance, progress_bar
@@ -203,7 +203,7 @@ class Parts:
         settings = pattern.job(is_shared=True).shared_settings()
         self._weights = settings["weights"]
         header = {"architecture": self.capture.architecture.to_dict(), **settings}
-        self._num_parts, self._num_samples, self._begun_at = 0, 0, time.monotonic()
+        holder = {"machine": machine(), "host": socket.gethostname(), "pid": os.getpid()}
         with (
             terminable(),
             closing(medium_at(self._store.path, makes_it=True)) as self._medium,
@@ -213,7 +213,7 @@ class Parts:
             self._medium.check_writable(0)
             agree(self._medium, self.num_parts, header)
             with accessing(path):
-                claims = Claims(self._medium, self.num_parts, self._said, clock=seconds)
+                claims = Claims(self._medium, self.num_parts, holder, clock=seconds)
             if claims.num_done == self.num_parts:
                 self._check_complete()
             self._take_all(claims, wait=wait)
@@ -256,7 +256,6 @@ class Parts:
             except EmptyPartError:
                 claims.put_off(lease.part)
                 return
-            self._num_parts += 1
         claims.done(lease.part)
 
     def _check_complete(self) -> None:
@@ -287,23 +286,10 @@ class Parts:
         return Collection(self.capture, Feed(batches, asked, part), asked, weights=self._weights)
 
     def _count(self, samples: int, num_bytes: int) -> None:
-        self._num_samples += samples
         self._advance(samples, num_bytes, 0)
 
-    def _said(self, part: int) -> dict[str, Any]:
-        """Return the facts about this process that others can read."""
-        return {
-            "machine": machine(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "parts": self._num_parts,
-            "samples": self._num_samples,
-            "seconds": time.monotonic() - self._begun_at,
-        }
 
-
-@dataclass(frozen=True)
-class Holder:
+class Holder(NamedTuple):
     """The holder of a part, as its lease describes it.
 
     Parameters
@@ -318,8 +304,6 @@ class Holder:
         When it took the part, in seconds of the epoch, by that machine's clock.
     is_gone : bool
         Whether the process is known to have ended, so that another one can take the part.
-    parts_per_second, samples_per_second : float
-        Its work so far, divided by the time that it has worked.
     """
 
     part: int
@@ -327,36 +311,14 @@ class Holder:
     pid: int
     since: float
     is_gone: bool
-    parts_per_second: float
-    samples_per_second: float
 
 
-@dataclass(frozen=True)
-class Progress:
-    """The complete parts, and the holders of the others.
-
-    Parameters
-    ----------
-    num_parts, num_done : int
-        The number of parts, and of complete ones.
-    holders : list of Holder
-        One for each part that is taken.
-    """
+class Progress(NamedTuple):
+    """The number of parts and of complete ones, and the holders of the others."""
 
     num_parts: int
     num_done: int
     holders: list[Holder]
-
-    @property
-    def samples_per_second(self) -> float:
-        """The samples that all present workers together record in a second."""
-        return sum(one.samples_per_second for one in self.holders if not one.is_gone)
-
-    @property
-    def seconds_left(self) -> float | None:
-        """The time that present workers need for the rest; None before one has completed a part."""
-        rate = sum(one.parts_per_second for one in self.holders if not one.is_gone)
-        return (self.num_parts - self.num_done) / rate if rate else None
 
 
 def progress_of(medium: Medium) -> Progress:
@@ -384,16 +346,9 @@ def _holder(medium: Medium, part: int, number: int) -> Holder | None:
     said = holder_of(medium, name)
     if not said:
         return None
-    seconds = _number(said, "seconds")
-    return Holder(
-        part,
-        str(said.get("host")),
-        int(_number(said, "pid")),
-        _number(said, "since"),
-        said.get("machine") == machine() and medium.is_abandoned(name),
-        _number(said, "parts") / seconds if seconds else 0.0,
-        _number(said, "samples") / seconds if seconds else 0.0,
-    )
+    is_gone = said.get("machine") == machine() and medium.is_abandoned(name)
+    pid, since = int(_number(said, "pid")), _number(said, "since")
+    return Holder(part, str(said.get("host")), pid, since, is_gone)
 
 
 def _number(said: dict[str, Any], key: str) -> float:

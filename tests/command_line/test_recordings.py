@@ -139,7 +139,7 @@ def test_parts_and_their_status(capsys):
     strange = Path("run", "manifest-of mine")
     strange.touch()
     assert main(["status", "run"]) == 0
-    assert "1 of 3 parts are complete, 0 are held; 0 samples/s" in capsys.readouterr().out
+    assert "1 of 3 parts are complete, 0 are held" in capsys.readouterr().out
     strange.unlink()
     assert main([*command, "--parts", "2"]) == 2
     assert "in 3 parts, and num_parts is 2 here" in capsys.readouterr().err

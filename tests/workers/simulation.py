@@ -283,7 +283,7 @@ class Worker:
         claims = Claims(
             self.bucket,
             world.num_parts,
-            lambda part: {"machine": self.name},
+            {"machine": self.name},
             clock=lambda: world.clock.now,
             dice=random.Random(world.dice.random()),
         )

@@ -63,7 +63,7 @@ class Alone:
         return Claims(
             Bucket(self.world),
             self.num_parts,
-            lambda part: {"machine": name},
+            {"machine": name},
             clock=lambda: self.world.clock.now * rate + ahead,
         )
 
@@ -125,7 +125,7 @@ def test_a_worker_that_has_just_come_is_told_how_old_a_lease_is(ahead):
 
 def test_a_folder_tells_a_worker_that_has_just_come_how_old_a_lease_is(tmp_path, monkeypatch):
     def worker() -> Claims:
-        return Claims(Folder(str(tmp_path)), 1, lambda part: {"machine": leases.machine()})
+        return Claims(Folder(str(tmp_path)), 1, {"machine": leases.machine()})
 
     lease = worker().take()
     assert lease is not None
@@ -201,7 +201,7 @@ def test_an_old_view_takes_nothing():
 
 def test_the_lock_of_a_dead_process_frees_its_part_at_once(tmp_path, monkeypatch):
     def worker() -> Claims:
-        return Claims(Folder(str(tmp_path)), 1, lambda part: {"machine": leases.machine()})
+        return Claims(Folder(str(tmp_path)), 1, {"machine": leases.machine()})
 
     first, second = worker(), worker()
     lease = first.take()

@@ -80,6 +80,17 @@ def test_one_process(tmp_path):
     assert sorted(os.listdir(tmp_path / "run")) == before
 
 
+@pytest.mark.parametrize("part", [0, NUM_PARTS - 1])
+def test_what_is_complete_is_not_given_for_data_of_another_length(tmp_path, part):
+    fill(tmp_path, rnet=seeded("0"))
+    with pytest.raises(CollectError, match=f"part {part}: .*it holds . samples already, and"):
+        fill(
+            tmp_path,
+            lambda one: data_of(one) + data_of(3) * (one == part),
+            rnet=seeded("0"),
+        )
+
+
 def test_what_is_written_is_what_the_format_says(tmp_path):
     fill(tmp_path)
     ids, found = read_run(tmp_path)

@@ -128,7 +128,7 @@ def test_a_writer_that_begins_after_its_part_has_passed_on_is_told_so(tmp_path, 
     medium = medium_at(tmp_path)
 
     def taken(number: int) -> Lease:
-        lease = Lease(medium, 1, number, dict, lambda: clock[0])
+        lease = Lease(medium, 1, number, {}, lambda: clock[0])
         assert lease.take()
         return lease
 
