@@ -26,6 +26,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -65,6 +66,7 @@ _SECONDS = 10.0
 
 # Other answers: numbers of hits of a mask, whole numbers and others.
 _HITS = (0, 4096, 1, 2, 3)
+_MASKS = (torch.bool, torch.uint8)
 _INTEGERS = (0, 100, 1, -1, 2, 3, 4, 5, 6, 7)
 _REALS = (0.0, 1e6, -1e6, 0.5, 1.0, 2.5, 3.0, 4.0)
 
@@ -243,9 +245,9 @@ class Flow(TorchFunctionMode):
         if not self._is_followed:
             return operation(*args, **kwargs)
         self._is_on_data |= torch.Tag.nondeterministic_seeded in operation.tags
-        if self._is_on_data and torch.Tag.dynamic_output_shape in operation.tags:
-            args = self._with_hits(operation, args)
         result = operation(*args, **kwargs)
+        if self._is_on_data and torch.Tag.dynamic_output_shape in operation.tags:
+            return self._with_hits(result, _dim_of_hits(operation, args))
         if self._is_on_data and torch.Tag.data_dependent_output in operation.tags:
             return self._answer_for(args, [result, *other_values(result)])
         return result
@@ -259,12 +261,10 @@ class Flow(TorchFunctionMode):
             self._answered[asked] = asked._version, self._answer(choices)
         return self._answered[asked][1]
 
-    def _with_hits(self, operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return arguments with which an operation finds the true number of hits or another."""
-        if not counts_hits(operation, args):
-            return args
-        hits = self._answer([None, *_HITS], is_size=True)
-        return args if hits is None else with_hits(operation, args, hits)
+    def _with_hits(self, found: Any, dim: int | None) -> Any:
+        """Return what an operation has found, or another number of hits."""
+        hits = None if dim is None else self._answer([None, *_HITS], is_size=True)
+        return found if hits is None else map_tensors(partial(_resized, hits, dim), found)
 
     def _answer(self, choices: Sequence[Any], *, is_size: bool = False) -> Any:
         """Return the answer that the net gets."""
@@ -430,67 +430,17 @@ def _filled(value: Any, number: float) -> Any:
     return type(value)(number)
 
 
-def counts_hits(operation: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the size of an operation's result is the unknown number of hits of a mask.
-
-    Parameters
-    ----------
-    operation : callable
-        An operation of ``torch.ops`` whose result has a size that depends on values.
-    args : tuple
-        Its arguments.
-
-    Returns
-    -------
-    bool
-        False for indices that are integers: they give a known size.
-
-    Examples
-    --------
-    >>> x = torch.ones(2)
-    >>> counts_hits(torch.ops.aten.index.Tensor, (x, [torch.tensor([0])]))
-    False
-    """
-    return _place(operation) == 0 or any(map(_is_mask, tensors(args[1])))
+def _dim_of_hits(operation: Any, args: tuple[Any, ...]) -> int | None:
+    """Return the dimension of a result whose size is an unknown number of hits of a mask."""
+    if operation is not torch.ops.aten.index.Tensor:
+        return 0
+    # Integers as indices give a known size.
+    has_mask = any(index.dtype in _MASKS for index in tensors(args[1]))
+    return [index is None for index in args[1]].index(False) if has_mask else None
 
 
-def with_hits(operation: Any, args: tuple[Any, ...], hits: int) -> tuple[Any, ...]:
-    """Return arguments with which an operation finds a given number of hits.
-
-    Parameters
-    ----------
-    operation : callable
-        An operation of ``torch.ops`` whose result has a size that depends on values.
-    args : tuple
-        Its arguments.
-    hits : int
-        The number; as many as there are places if these are fewer.
-
-    Returns
-    -------
-    tuple
-        The arguments, with another mask, or with other values where all that are not 0 are hits.
-
-    Examples
-    --------
-    >>> with_hits(torch.ops.aten.nonzero.default, (torch.ones(3),), 2)
-    (tensor([2., 1., 0.]),)
-    """
-    place = _place(operation)
-
-    def altered(tensor: Tensor) -> Tensor:
-        if place == 1 and not _is_mask(tensor):
-            return tensor
-        falling = hits - torch.arange(tensor.numel(), device=tensor.device)
-        return falling.clamp(min=0).reshape(tensor.shape).to(tensor.dtype)
-
-    return (*args[:place], map_tensors(altered, args[place]), *args[place + 1 :])
-
-
-def _place(operation: Any) -> int:
-    """Return which argument tells the number of hits."""
-    return int(operation in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default))
-
-
-def _is_mask(index: Tensor) -> bool:
-    return index.dtype in (torch.bool, torch.uint8)
+def _resized(hits: int, dim: int, found: Tensor) -> Tensor:
+    shape = [*found.shape]
+    length, shape[dim] = shape[dim], hits
+    rows = torch.arange(hits, device=found.device)
+    return found.index_select(dim, rows % length) if length else found.new_zeros(shape)
