@@ -77,8 +77,13 @@ def check_supported(net: Any, device: Any = None) -> None:
     if device is not None:
         usable_device(device, LabellingError)
     refuse_part_of_fsdp(net)
-    _check_acyclic(net, "", [])
-    for name, module in net.named_modules():
+    count = len(list(net.modules()))
+    for name, module in net.named_modules(remove_duplicate=False):
+        if name.count(".") >= count:
+            raise UnsupportedNetError(
+                f"the module {name!r} contains itself: hold a reference to an outer module in a "
+                "tuple, so that it does not become a submodule"
+            )
         _check_module(name, module)
 
 
@@ -95,16 +100,6 @@ def _check_module(name: str, module: nn.Module) -> None:
             f"{where} ({_name(module)}) is not initialised, and labelling must not do that for "
             "you: run the net once on an input, then wrap it"
         )
-
-
-def _check_acyclic(module: nn.Module, name: str, above: list[nn.Module]) -> None:
-    if any(module is outer for outer in above):
-        raise UnsupportedNetError(
-            f"the module {name!r} contains itself: hold a reference to an outer module in a tuple, "
-            "so that it does not become a submodule"
-        )
-    for child_name, child in module.named_children():
-        _check_acyclic(child, f"{name}.{child_name}".lstrip("."), [*above, module])
 
 
 def _not_a_module(net: Any) -> str:

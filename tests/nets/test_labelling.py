@@ -421,7 +421,7 @@ def test_compiled_nets_are_refused_with_the_order_that_works():
 def test_a_module_that_contains_itself_is_refused():
     net = nn.Sequential(nn.Sequential())
     net[0].parent = net
-    with pytest.raises(UnsupportedNetError, match=r"'0\.parent' contains itself"):
+    with pytest.raises(UnsupportedNetError, match=r"'0\.parent\.0' contains itself"):
         label_net(net, input_size=(2, 4))
 
 

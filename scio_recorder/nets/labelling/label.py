@@ -217,9 +217,7 @@ def _faithful_copy(net: nn.Module, keep_hooks: bool) -> nn.Module | None:
         return None
     names = [(name, type(m)) for name, m in net.named_modules(remove_duplicate=False)]
     copied = [(name, type(m)) for name, m in twin.named_modules(remove_duplicate=False)]
-    own = {id(module) for module in net.modules()}
-    is_separate = not any(id(module) in own for module in twin.modules())
-    return twin if is_separate and names == copied else None
+    return twin if names == copied else None
 
 
 @dataclass

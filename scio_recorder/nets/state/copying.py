@@ -12,7 +12,6 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from scio_recorder.nets.hookable import hooked, own_hooks
 from scio_recorder.tensors import private
@@ -26,22 +25,6 @@ CLONED_BYTES = 1 << 30
 _QUIET = threading.RLock()
 
 
-class _CopyTensors(TorchFunctionMode):
-    """Makes ``copy.deepcopy`` detach and copy tensors inside a graph, which it would refuse."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        try:
-            # If `deepcopy` itself can copy them, views of one memory stay views of one memory.
-            return func(*args, **(kwargs or {}))
-        except Exception:
-            if func is not Tensor.__deepcopy__:
-                raise
-            tensor, memo = args
-            return memo.setdefault(id(tensor), clone(tensor))
-
-
 def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     """Return a copy of a net that can be run without changing the net.
 
@@ -51,7 +34,7 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     Parameters
     ----------
     net : torch.nn.Module
-        The net, which may hold tensors inside a graph. All else that ``deepcopy`` refuses raises.
+        The net. What ``deepcopy`` refuses raises, such as tensors inside a graph.
     keep_hooks : bool
         Whether the copy has copies of the user's hooks, or only of the network's own.
 
@@ -69,7 +52,7 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     """
     kept = [] if keep_hooks else list(own_hooks(net))
     memo = {id(vars(module)[name]): hooks for module, name, hooks in kept} | _shared(net)
-    with torch.no_grad(), _CopyTensors():
+    with torch.no_grad():
         twin = copy.deepcopy(net, memo)
         for *_, hooks in kept:
             # Methods of the net's modules become methods of the copy's.
