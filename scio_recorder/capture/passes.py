@@ -32,7 +32,7 @@ from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import Hold, holder
-from scio_recorder.tensors.structures import flatten
+from scio_recorder.tensors.structures import flatten, holder_out_of_sight
 
 
 class StopForward(BaseException):
@@ -203,6 +203,8 @@ class Pass:
         kept: Any
         if not self._keeps_outputs or options.offload:
             # Gradients are received whether anything is kept here or not.
+            if self._keeps_outputs:
+                _refuse_unkeepable(output, self.program.architecture[label])
             kept = offload(output) if self._keeps_outputs else NOTHING
             on_graph, rebuild = flatten(output)
         else:
@@ -319,6 +321,14 @@ def _refuse_unkeepable(output: Any, layer: Layer) -> None:
         raise UnsupportedNetError(
             f"layer {layer} returns a {type(output).__name__}, which can be read only once, and "
             "the network reads it: record the layers inside this one"
+        )
+    holder = holder_out_of_sight(output)
+    if holder is not None:
+        raise UnsupportedNetError(
+            f"layer {layer} returns a {type(holder).__name__} with tensors inside it, as in a "
+            "closure, a bound method or the keys of a dictionary. The network can overwrite them, "
+            "and no record can copy them: let the layer return the tensors themselves, or record "
+            "the layers inside this one"
         )
     if private.transform_around() is not None:
         raise UnsupportedNetError(

@@ -8,11 +8,15 @@ called when a structure is built again: many check or compute things that hold o
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from types import (
     BuiltinFunctionType,
+    CodeType,
     FunctionType,
     MappingProxyType,
     MethodType,
@@ -27,14 +31,13 @@ from torch import Tensor, nn
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
-# Objects that are never opened: they hold no activations, or must keep their identity.
-_OPAQUE = (
+# Objects that hold no activations, or must keep their identity.
+_WITHOUT_TENSORS = (
     nn.Module,
     type,
     ModuleType,
-    FunctionType,
-    BuiltinFunctionType,
-    MethodType,
+    CodeType,
+    weakref.ref,
     torch.Generator,
     torch.device,
     torch.dtype,
@@ -43,7 +46,10 @@ _OPAQUE = (
     int,
     float,
     complex,
+    Enum,
 )
+# Objects that are never opened.
+_OPAQUE = (*_WITHOUT_TENSORS, FunctionType, BuiltinFunctionType, MethodType)
 
 # Built-in bases in the order in which they are tried: each creates and fills its own subclasses.
 _DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
@@ -95,8 +101,8 @@ def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
         return slots[id(tensor)]
 
     # The template holds no tensor, and nothing that the old structure receives later.
-    template = _Copy(Tensor, put_slot).of(value)
-    return leaves, lambda new: _Copy(_Slot, lambda slot: new[slot.index]).of(template)
+    template = _Copy(Tensor, put_slot).whole(value)
+    return leaves, lambda new: _Copy(_Slot, lambda slot: new[slot.index]).whole(template)
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -146,12 +152,74 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return rebuild([function(leaf) for leaf in leaves])
 
 
+def holder_out_of_sight(value: Any) -> Any:
+    """Return a part that holds tensors which :func:`flatten` does not find; None if none does.
+
+    Such parts are functions with a closure, bound methods, ``functools.partial``, iterators, and
+    dictionaries with tensors in their keys. The garbage collector sees what they hold.
+
+    Parameters
+    ----------
+    value : Any
+        As for :func:`flatten`.
+
+    Returns
+    -------
+    Any
+        The part, which no copy of the structure has for itself.
+
+    Examples
+    --------
+    >>> holder_out_of_sight((torch.ones(2), len)) is None
+    True
+    >>> holder_out_of_sight((torch.ones(2), torch.ones(2).sum))
+    <built-in method sum of Tensor object at ...>
+    """
+    parts, todo = {id(value): value}, [value]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, (Tensor, *_WITHOUT_TENSORS)):
+            continue
+        if isinstance(part, torch.UntypedStorage):
+            return part
+        held = _referents(part)
+        is_view = type(part) in _VIEWS or type(part) is MappingProxyType
+        own = [getattr(part, "__dict__", None), *_parts(part), *(held if is_view else ())]
+        known = {id(one): one for one in own}
+        if any(_leads_to_tensor(one) for one in held if id(one) not in known):
+            return part
+        todo += [one for at, one in known.items() if at not in parts]
+        parts |= known
+    return None
+
+
+def _leads_to_tensor(value: Any) -> bool:
+    seen, todo = {}, [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, Tensor | torch.UntypedStorage):
+            return True
+        if id(one) not in seen:
+            seen[id(one)] = one
+            todo += _referents(one)
+    return False
+
+
+def _referents(value: Any) -> list[Any]:
+    """Return what an object holds; of a function neither its module nor its code."""
+    if isinstance(value, FunctionType):
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, _WITHOUT_TENSORS):
+        return []
+    return gc.get_referents(value)
+
+
 def is_opened(value: Any) -> bool:
     """Whether :func:`flatten` would look into an object, in a way that dynamo can follow."""
     # Dynamo may not ask tensors whether they are of classes that decide that themselves.
     if value is None or isinstance(value, Tensor):
         return False
-    return not isinstance(value, (Enum, torch.Size, *_OPAQUE))
+    return not isinstance(value, (torch.Size, *_OPAQUE))
 
 
 def _first(leaves: Sequence[Any]) -> Any:
@@ -179,6 +247,16 @@ class _Copy:
         self._replace = replace
         # By the id of the old object, which is held, so that no other object takes its id.
         self._made: dict[int, tuple[Any, Any]] = {}
+        # Attributes that refer weakly to something: what sets them, their name and the reference.
+        self._weak: list[tuple[Callable[..., None], str, weakref.ref[Any]]] = []
+
+    def whole(self, value: Any) -> Any:
+        """Return the copy of a structure, whose parts refer weakly to copies as well."""
+        new = self.of(value)
+        for put, name, reference in self._weak:
+            if id(reference()) in self._made:
+                put(name, weakref.ref(self._made[id(reference())][1]))
+        return new
 
     def of(self, value: Any, is_inside: bool = False) -> Any:
         """Return the copy of a part; ``is_inside`` an opened object or not."""
@@ -230,7 +308,7 @@ class _Copy:
         if not is_container:
             # A container in an opened object may receive tensors later, like the parts of a
             # key-value cache, so it is copied even while it is empty.
-            may_fill = not isinstance(value, Enum) and (is_inside or _can_be_filled(value))
+            may_fill = is_inside or _can_be_filled(value)
             if not _is_plain_kind(kind) or not (may_fill or self._holds_leaf(value, set())):
                 return value
         try:
@@ -251,16 +329,25 @@ class _Copy:
         """Give a new object the attributes of the old one, slots included."""
         for name, item in getattr(old, "__dict__", {}).items():
             new.__dict__[name] = self.of(item, is_inside)
+            if type(item) is weakref.ref:
+                self._weak.append((new.__dict__.__setitem__, name, item))
+        # Frozen dataclasses refuse their own setattr.
+        put = partial(object.__setattr__, new)
         for name in _slot_names(old):
-            # Frozen dataclasses refuse their own setattr.
-            object.__setattr__(new, name, self.of(getattr(old, name), is_inside))
+            item = getattr(old, name)
+            put(name, self.of(item, is_inside))
+            if type(item) is weakref.ref:
+                self._weak.append((put, name, item))
         if isinstance(old, defaultdict):
             new.default_factory = old.default_factory
         return new
 
     def _holds_leaf(self, value: Any, seen: set[int]) -> bool:
-        if isinstance(value, self._kind):
+        made = self._made.get(id(value), (value, value))
+        if isinstance(value, self._kind) or made[0] is not made[1]:
             return True
+        if type(value) is weakref.ref:
+            return self._holds_leaf(value(), seen)
         if value is None or isinstance(value, _OPAQUE) or id(value) in seen:
             return False
         seen.add(id(value))

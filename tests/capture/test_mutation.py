@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
-from scio_recorder.errors import MutationError
+from scio_recorder.errors import MutationError, UnsupportedNetError
 from tests.harness import executed, make_recorder
 from tests.oracle import Watch, differences, freeze, same_bits
 from tests.zoo import BY_NAME
@@ -312,3 +313,45 @@ def test_hook_registered_after_recording_began_is_not_missed() -> None:
         output = rnet(x)
         assert same_bits(output, torch.tanh(net[0].forward(x) * 3))
         assert same_bits(rnet.activations["0"], net[0].forward(x) * 3)
+
+
+class Hiding(nn.Module):
+    """Returns something that holds a tensor, which the network overwrites."""
+
+    class Layer(nn.Module):
+        def __init__(self, make: Any) -> None:
+            super().__init__()
+            self._make = make
+
+        def forward(self, x: Tensor) -> Any:
+            self.__dict__["hidden"] = x * 1
+            return self._make(self.hidden)
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.layer = self.Layer(make)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer(x)
+        hidden: Tensor = self.layer.__dict__.pop("hidden")
+        return hidden.mul_(2)
+
+
+@pytest.mark.parametrize("settings", [*({"copy": copy} for copy in COPIES), {"offload": True}])
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda hidden: functools.partial(torch.add, hidden), "partial"),
+        (lambda hidden: {"inside": (lambda: hidden, 1)}, "function"),
+        (lambda hidden: {hidden: 1}, "dict"),
+    ],
+)
+def test_tensors_that_no_record_can_copy_are_refused(
+    make: Any, named: str, settings: dict[str, Any]
+) -> None:
+    rnet = recorder(Hiding(make), "layer", **settings)
+    with pytest.raises(UnsupportedNetError, match=rf"layer \(Layer\) returns a {named}"):
+        rnet(torch.randn(3, 4))
+    rnet.record("")
+    x = torch.randn(3, 4)
+    assert same_bits(rnet(x), x * 2)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
+import queue
 import random
 import re
 import threading
+import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Iterator, MutableMapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +23,12 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from scio_recorder.tensors.structures import flatten, map_tensors, tensors
+from scio_recorder.tensors.structures import (
+    flatten,
+    holder_out_of_sight,
+    map_tensors,
+    tensors,
+)
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -253,3 +263,159 @@ def test_objects_without_tensors_are_shared() -> None:
     mapped = map_tensors(lambda t: t, (thing, plain))
     assert mapped[1] is plain
     assert mapped[0] == thing
+
+
+class Part:
+    def __init__(self, owner: Any) -> None:
+        self.owner = weakref.ref(owner)
+
+
+class Graph:
+    """An object of which a part without tensors refers to it weakly."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.part = Part(self)
+        self.x = x
+
+
+class Storage(MutableMapping[str, Any]):
+    """As in PyTorch Geometric: a part that holds the tensors and refers to its owner."""
+
+    __slots__ = ("__weakref__", "_mapping", "_parent")
+
+    def __init__(self, parent: Any, **values: Any) -> None:
+        self._parent = weakref.ref(parent)
+        self._mapping = values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._mapping[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._mapping[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._mapping[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mapping)
+
+    def __len__(self) -> int:
+        return len(self._mapping)
+
+
+class Data:
+    """As in PyTorch Geometric: all attributes are those of the storage."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__["_store"] = Storage(self, **values)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_store" not in self.__dict__:
+            raise AttributeError(name)
+        return self._store[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._store[name] = value
+
+
+@pytest.mark.parametrize("make", [lambda: Graph(ONE), lambda: (Graph(ONE), 1)[0]])
+def test_parts_refer_weakly_to_the_new_structure(make: Any) -> None:
+    old = make()
+    leaves, rebuild = flatten(old)
+    (leaf,) = leaves
+    del old
+    for _ in range(2):
+        new = rebuild([leaf])
+        assert new.x is ONE
+        assert new.part.owner() is new
+
+
+def test_storages_that_refer_weakly_to_their_owner() -> None:
+    old = Data(x=ONE, index=torch.arange(2))
+    new = map_tensors(torch.clone, old)
+    del old
+    assert new._store._parent() is new
+    assert torch.equal(new.index, torch.arange(2))
+    assert new.x is not ONE
+
+
+def test_what_is_referred_to_from_outside_stays() -> None:
+    outside = Graph(torch.zeros(1))
+    inner = Graph(ONE)
+    inner.part.owner = weakref.ref(outside)
+    assert map_tensors(lambda t: t, inner).part.owner() is outside
+
+
+class Called:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __call__(self) -> Any:
+        return self.held
+
+
+class OwnSet(set[Any]):
+    pass
+
+
+def closure(tensor: Tensor) -> Any:
+    def inner() -> Tensor:
+        return tensor
+
+    return lambda: inner()
+
+
+def cached(tensor: Tensor) -> Any:
+    function = functools.lru_cache(lambda: tensor)
+    function()
+    return function
+
+
+def queued(tensor: Tensor) -> Any:
+    held: Any = queue.SimpleQueue()
+    held.put(tensor)
+    return held
+
+
+OUT_OF_SIGHT: dict[str, Any] = {
+    "partial": lambda t: functools.partial(torch.add, t),
+    "method": lambda t: Called(t).__call__,
+    "builtin method": lambda t: t.sum,
+    "closure": closure,
+    "default": lambda t: lambda x=t: x,
+    "keyword default": lambda t: lambda *, x=t: x,
+    "object with a function": lambda t: Called(closure(t)),
+    "key": lambda t: {t: 1},
+    "key of an ordered dictionary": lambda t: OrderedDict({(1, t): 1}),
+    "factory": lambda t: defaultdict(closure(t)),
+    "set of its own kind": lambda t: OwnSet([t]),
+    "iterator inside": lambda t: (iter([t]), 1),
+    "cache": cached,
+    "queue": queued,
+    "caller": lambda t: operator.methodcaller("f", t),
+    "memory": lambda t: [t.untyped_storage()],
+}
+
+
+@pytest.mark.parametrize("kind", OUT_OF_SIGHT)
+def test_holders_out_of_sight_are_found_at_any_depth(kind: str) -> None:
+    for holder in (OUT_OF_SIGHT[kind](ONE.clone()), [{"a": (1, OUT_OF_SIGHT[kind](ONE.clone()))}]):
+        assert holder_out_of_sight(holder) is not None
+
+
+IN_SIGHT: list[Any] = [
+    *(value for value, _ in STRUCTURES),
+    Called(ONE),
+    Graph(ONE),
+    Data(x=ONE),
+    torch.distributions.Normal(ONE, ONE),
+    len,
+    closure(2),  # type: ignore[arg-type]  # holds no tensor
+    torch.nn.Linear(2, 2).forward,
+    [torch.nn.Linear(2, 2), Tensor, torch],
+]
+
+
+@pytest.mark.parametrize("value", IN_SIGHT, ids=lambda value: type(value).__name__)
+def test_what_is_rebuilt_or_holds_no_tensor_is_no_such_holder(value: Any) -> None:
+    assert holder_out_of_sight(value) is None
