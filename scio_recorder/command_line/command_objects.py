@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from scio_recorder.nets.architecture import closest, closest_are
+from scio_recorder.nets.architecture import nearest
 from scio_recorder.recording.row_kinds import Nodes, Tokens
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
 from scio_recorder.stores.disk_format.medium import is_url
@@ -35,17 +34,11 @@ def load(target: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
-            near = _nearest(part, dir(found))
+            near = nearest(part, dir(found))
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
         raise UsageError(f"can't load {target}: {one_line(error)}{near}") from error
     return found
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    """Return the closest names, as the end of a message; empty if there are none."""
-    near = closest(name, sorted(names))
-    return f"; {closest_are(near)}" if near else ""
 
 
 def made(target: str) -> Any:
@@ -103,7 +96,7 @@ def dtype_of(text: str) -> torch.dtype:
     """Return the dtype of a name."""
     dtype = DTYPES.get(text.removeprefix("torch."))
     if dtype is None:
-        near = _nearest(text, DTYPES)
+        near = nearest(text, DTYPES)
         raise UsageError(f"{text!r} is not a dtype; write it like float32 or int64{near}")
     return dtype
 

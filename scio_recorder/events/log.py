@@ -26,7 +26,7 @@ from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedN
 from scio_recorder.events.event import Event, EventLog, Stash, Statistic, event_frame
 from scio_recorder.events.gradient_events import GradientListeners
 from scio_recorder.layer import counted
-from scio_recorder.nets.architecture import closest, closest_are
+from scio_recorder.nets.architecture import nearest
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.refusals import check_supported
 from scio_recorder.tensors import private
@@ -351,9 +351,8 @@ def _chosen(names: list[str], include: Pattern, exclude: Pattern) -> list[str]:
     included = [name for name in names if include is None or re.search(include, name)]
     if not included:
         text = include.pattern if isinstance(include, re.Pattern) else include
-        close = closest(str(text), names)
-        hint = f"; {closest_are(map(repr, close))}" if close else ""
         raise LayerNotFoundError(
-            f"include={text!r}, a regular expression, matches no module's name{hint}"
+            f"include={text!r}, a regular expression, matches no module's name"
+            f"{nearest(str(text), names)}"
         )
     return [name for name in included if exclude is None or not re.search(exclude, name)]

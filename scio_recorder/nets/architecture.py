@@ -568,48 +568,30 @@ def offer(wanted: str, names: Iterable[str]) -> str:
     known = list(filter(None, names))
     plain = re.sub(r"[^\w.]+", "", wanted).strip(".")
     close = fnmatch.filter(known, f"*.{wanted}")[:_OFFERED]
-    close = close or closest(plain, known, 0.5)
+    close = close or difflib.get_close_matches(plain, known, _OFFERED, 0.5)
     if not close:
         # A user may know only the end of a name.
         ends = {name.rpartition(".")[2]: name for name in reversed(known)}
-        close = [ends[end] for end in closest(plain.rpartition(".")[2], reversed(ends))]
+        near = difflib.get_close_matches(plain.rpartition(".")[2], ends, _OFFERED)
+        close = [ends[end] for end in near]
     if close:
-        return closest_are(map(repr, close))
+        return _closest_are(close)
     more = ", ..." * (len(known) > _SHOWN)
     return f"there are {', '.join(map(repr, known[:_SHOWN]))}{more}" if known else "there are none"
 
 
-def closest_are(shown: Iterable[str]) -> str:
-    """Say which names are closest to one that does not exist.
+def nearest(wanted: str, names: Iterable[str]) -> str:
+    """Return the names closest to one that does not exist, as the end of a sentence.
 
     Examples
     --------
-    >>> closest_are(["relu"])
-    'the closest name is relu'
+    >>> nearest("rleu", ["linear", "relu"]), nearest("rleu", ["linear"])
+    ("; the closest name is 'relu'", '')
     """
-    names = list(shown)
-    return f"the closest {'name is' if len(names) == 1 else 'names are'} {', '.join(names)}"
+    close = difflib.get_close_matches(wanted, list(names), _OFFERED)
+    return f"; {_closest_are(close)}" if close else ""
 
 
-def closest(wanted: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return a few names that are alike, the closest first, equally close ones in the given order.
-
-    Parameters
-    ----------
-    wanted : str
-        What was written.
-    names : iterable of str
-        What there is.
-    cutoff : float, default 0.6
-        How alike they must be, from 0 to 1.
-
-    Examples
-    --------
-    >>> closest("layer5", ["layer1", "head", "layer2", "layer5.0"])
-    ['layer5.0', 'layer1', 'layer2']
-    """
-    known = list(names)
-    # Among equals, difflib would choose the last ones.
-    found = difflib.get_close_matches(wanted, known, n=max(1, len(known)), cutoff=cutoff)
-    likeness = {name: difflib.SequenceMatcher(None, name, wanted).ratio() for name in found}
-    return sorted(filter(likeness.__contains__, known), key=lambda name: -likeness[name])[:_OFFERED]
+def _closest_are(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names))
+    return f"the closest {'name is' if len(names) == 1 else 'names are'} {shown}"

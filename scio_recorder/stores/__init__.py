@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from scio_recorder.errors import CollectError
-from scio_recorder.nets.architecture import closest, closest_are
+from scio_recorder.nets.architecture import nearest
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.disk import Disk
 from scio_recorder.stores.disk_format.medium import is_url
@@ -68,8 +68,8 @@ def as_store(given: str | Store | None) -> Store:
     hint = f": write store={given.__name__}(...)" if isinstance(given, type) else ""
     if isinstance(given, os.PathLike):
         hint = f': write store="disk:{os.fspath(given)}"'
-    elif name != "disk" and (near := closest(name, ["device", "host", "disk", "auto"])):
-        hint = f": {closest_are(map(repr, near))}"
+    elif name != "disk" and (near := nearest(name, ["device", "host", "disk", "auto"])):
+        hint = near
     elif name not in ("", "disk") and not place:
         hint = f', or write store="disk:{name}" for a folder'
     raise CollectError(

@@ -158,7 +158,7 @@ def test_flow_that_depends_on_data(capsys: pytest.CaptureFixture[str]) -> None:
         (["builtins:dict"], ["dict", "torch.nn.Module"]),
         (["cli_nets:net", "--dtype", "int64", "--dtype", "int64"], ["2 --dtype", "1 --input-size"]),
         (["cli_nets:net", "--dtype", "nn"], ["'nn' is not a dtype"]),
-        (["cli_nets:net", "--dtype", "flaot32"], ["the closest name is float32"]),
+        (["cli_nets:net", "--dtype", "flaot32"], ["the closest name is 'float32'"]),
     ],
 )
 def test_wrong_use_is_one_line(
@@ -308,8 +308,8 @@ def test_what_is_mistyped_is_named_beside_what_there_is(
     [
         ("cli_nets.py:net", "write cli_nets:net"),
         ("./src/cli_nets.py:net", "write src.cli_nets:net"),
-        ("cli_nets:Smal", "the closest name is Small"),
-        ("cli_nets:Small.forwrd", "the closest names are forward"),
+        ("cli_nets:Smal", "the closest name is 'Small'"),
+        ("cli_nets:Small.forwrd", "the closest names are 'forward'"),
     ],
 )
 def test_a_module_that_is_mistyped(

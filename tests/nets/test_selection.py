@@ -281,13 +281,13 @@ def test_a_glob_that_lacks_its_beginning_is_offered_with_it() -> None:
         select(architecture, ["g.*.hh"])
 
 
-def test_the_closest_name_comes_first_and_others_in_the_order_of_the_net() -> None:
+def test_the_closest_names_come_first() -> None:
     net = nn.Sequential(OrderedDict((f"layer{i}", nn.Sequential(nn.ReLU())) for i in range(1, 7)))
     _, architecture = label_net(net, input_size=(1, 2))
     for wanted, offered in {
-        "layers.*": "'layer1', 'layer2', 'layer3', 'layer4'",
-        "layr4.*": "'layer4', 'layer4.0', 'layer1', 'layer2'",
-        "laayer5": "'layer5', 'layer5.0', 'layer1', 'layer2'",
+        "layers.*": "'layer6', 'layer5', 'layer4', 'layer3'",
+        "layr4.*": "'layer4', 'layer4.0', 'layer6', 'layer5'",
+        "laayer5": "'layer5', 'layer5.0', 'layer6', 'layer4'",
     }.items():
         with pytest.raises(LayerNotFoundError) as caught:
             select(architecture, [wanted])

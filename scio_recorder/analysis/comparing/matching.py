@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -11,7 +12,7 @@ from scio_recorder.analysis.comparing.findings import Unmatched
 from scio_recorder.analysis.comparing.sides import Side
 from scio_recorder.errors import ComparisonError, ShardWarning, warn
 from scio_recorder.layer import DepthIdx, Layer, Shard, counted, few
-from scio_recorder.nets.architecture import Architecture, closest
+from scio_recorder.nets.architecture import Architecture
 
 _SHOWN = 5
 
@@ -172,7 +173,7 @@ def _refuse_unknown(globs: Mapping[str, str], own: Architecture, other: Architec
             name, side, architecture = partner, "candidate", other
         else:
             continue
-        close = closest(name, filter(None, architecture.names), cutoff=0.4)
+        close = difflib.get_close_matches(name, [*filter(None, architecture.names)], cutoff=0.4)
         shown = ", ".join(map(repr, close or architecture.names[: _SHOWN + 1]))
         raise ComparisonError(
             f"match has {name!r}, which matches no name of the {side}; its names include {shown}"
