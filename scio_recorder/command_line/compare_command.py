@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,7 +24,7 @@ from scio_recorder.command_line.command_objects import (
 from scio_recorder.command_line.command_output import DIFFERENT, print_line
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recorder.recorder import Recorder
-from scio_recorder.recording import Recording, open_recording
+from scio_recorder.recording import open_recording
 from scio_recorder.recording.feed import Feed
 from scio_recorder.stores.disk_format.medium import is_url
 from scio_recorder.tensors.structures import map_tensors, tensors
@@ -95,7 +96,8 @@ def _first_inputs(batches: Any) -> tuple[Inputs | None, Any]:
     return feed.inputs(first), chain([first], iterator) if iterator is batches else batches
 
 
-def _run(target: str, parsed: Namespace, inputs: Inputs | None) -> Recorder | Recording:
+def _run(target: str, parsed: Namespace, inputs: Inputs | None) -> Any:
+    """Return a recorder of a net, or a recording."""
     if inputs is None or not _is_net(target):
         return open_recording(recording_at(target, other="; a net is MODULE:NAME"))
     net = net_of(target, is_eval=not parsed.train)
@@ -124,6 +126,8 @@ def _to_inputs_of(runs: Sequence[Any], inputs: Inputs | None) -> list[Callable[[
     if not given or given >= {*dtypes} - {None}:
         return None
     feed = Feed([])
-    return [
-        lambda batch, dtype=dtype: tuple(_fitted(feed.inputs(batch), dtype)) for dtype in dtypes
-    ]
+
+    def given_to(dtype: torch.dtype | None, batch: Any) -> Any:
+        return tuple(_fitted(feed.inputs(batch), dtype))
+
+    return [partial(given_to, dtype) for dtype in dtypes]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.filesize import decimal
 
 from scio_recorder.display import page
-from scio_recorder.display.figure import Bars, LayerSummary
+from scio_recorder.display.figure import Bars, LayerSummary, ValueStatistics
 from scio_recorder.display.outline import Outline, address_of, asset, searched, text, tree_html
 from scio_recorder.display.page import Column
 from scio_recorder.layer import few
@@ -97,35 +97,40 @@ def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
 
 
 def _columns(layers: Sequence[LayerSummary]) -> list[Column]:
-    values = [one.values for one in layers]
-    units = [one.units for one in layers]
-    means, deviations = [one.mean for one in values], [one.std for one in values]
+    values, units = [one.values for one in layers], [one.units for one in layers]
     zeros = [one.zeros for one in values]
     # The spread of a single value is rightly nan.
-    unknown = {place for place, mean in enumerate(means) if mean is None or math.isfinite(mean)}
+    known = {place for place, one in enumerate(values) if _is_finite(one.mean)}
+    std = _figures("Std", values)
     return [
-        _figures("Mean", means),
-        _figures("Std", deviations, unknown),
-        _figures("Min", [one.low for one in values]),
-        _figures("Max", [one.high for one in values]),
+        _figures("Mean", values),
+        std._replace(alarms=set(std.alarms) - known),
+        _figures("Min", values, "low"),
+        _figures("Max", values, "high"),
         Column("Zeros", ["" if one is None else f"{one:.1%}" for one in zeros], zeros),
-        _counts("NaN", [one.nans for one in values]),
-        _counts("Inf", [one.infinities for one in values]),
-        _counts("Units", [one and one.count for one in units])._replace(alarms=()),
-        _counts("Dead", [one and one.dead for one in units]),
-        _counts("Saturated", [one and one.saturated for one in units]),
+        _counts("NaN", values, "nans"),
+        _counts("Inf", values, "infinities"),
+        _counts("Units", units, "count")._replace(alarms=()),
+        _counts("Dead", units),
+        _counts("Saturated", units),
         Column("Kept", list(map(_kept, layers)), [one.num_bytes for one in layers], (), "kept"),
     ]
 
 
-def _figures(name: str, values: Sequence[float | None], silent: Collection[int] = ()) -> Column:
+def _figures(name: str, values: Sequence[ValueStatistics], key: str = "") -> Column:
     """Return a column of numbers that should be finite."""
-    odd = {place for place, one in enumerate(values) if one is not None and not math.isfinite(one)}
-    return Column(name, list(map(page.number_text, values)), values, odd - set(silent))
+    numbers = [getattr(one, key or name.lower()) for one in values]
+    odd = {place for place, one in enumerate(numbers) if not _is_finite(one)}
+    return Column(name, list(map(page.number_text, numbers)), numbers, odd)
 
 
-def _counts(name: str, counts: Sequence[int | None]) -> Column:
-    """Return a column of counts that should be zero."""
+def _is_finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)
+
+
+def _counts(name: str, of: Sequence[object], key: str = "") -> Column:
+    """Return a column of counts that should be zero, of what may be unknown."""
+    counts = [getattr(one, key or name.lower(), None) for one in of]
     texts = ["" if count is None else f"{count:,}" for count in counts]
     return Column(name, texts, counts, {place for place, count in enumerate(counts) if count})
 
