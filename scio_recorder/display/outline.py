@@ -19,8 +19,6 @@ from scio_recorder.layer import DepthIdx, Layer, counted
 # A structure of outputs, usually the net's own, must not widen the whole table.
 _WIDEST_SHAPE = 36
 _ASCII = str.maketrans("●│├└…", "*||`~")
-# A larger net starts folded in HTML, open along its recorded layers.
-_SMALL = 60
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,8 @@ class Outline:
         The meaning of a mark.
     remarks : mapping
         A few words on some rows in HTML; if there are any, shapes and parameters are left out.
-    opened : collection of (int, int), optional
-        The rows to which a large net starts open, and whose remarks stand out; by default it is
-        open to the marked ones.
+    alarms : collection of (int, int), optional
+        The rows whose remarks stand out.
     """
 
     title: str
@@ -49,7 +46,7 @@ class Outline:
     recorded: Collection[DepthIdx] = ()
     mark: str = "recorded"
     remarks: Mapping[DepthIdx, str] = field(default_factory=dict)
-    opened: Collection[DepthIdx] | None = None
+    alarms: Collection[DepthIdx] = ()
 
 
 @dataclass(frozen=True)
@@ -285,32 +282,17 @@ def tree_html(shown: Outline, *, links: bool = False) -> Iterator[str]:
     mark = "" if shown.mark == Outline.mark else f' data-mark="{text(shown.mark)}"'
     yield f'<div class="scio-net"{mark}><div class="sn-title">{text(shown.title)}</div>'
     yield '<ul class="sn-tree">'
-    placed = nodes(shown)
     depth = 0
-    for node, opens in zip(placed, _open_branches(placed, shown.opened), strict=True):
+    for node in nodes(shown):
         yield "</ul></details></li>" * (depth - node.level)
         depth = node.level + node.has_children
         if node.has_children:
-            yield f"<li><details{' open' * opens}><summary {_row(node, shown, links)}</summary>"
+            yield f"<li><details open><summary {_row(node, shown, links)}</summary>"
             yield '<ul class="sn-children">'
         else:
             yield f"<li><div {_row(node, shown, links)}</div></li>"
     yield "</ul></details></li>" * depth
     yield "</ul></div>\n"
-
-
-def _open_branches(placed: list[Node], opened: Collection[DepthIdx] | None) -> list[bool]:
-    """Whether each branch starts open: all in a small net, else those that lead to some rows."""
-    found = [len(placed) <= _SMALL or node.level == 0 for node in placed]
-    wanted = -1
-    for place in reversed(range(len(placed))):
-        node = placed[place]
-        if node.level < wanted:
-            found[place], wanted = True, node.level
-        is_wanted = node.is_recorded if opened is None else tuple(node.layer.label) in opened
-        if is_wanted:
-            wanted = max(wanted, node.level)
-    return found
 
 
 def _row(node: Node, shown: Outline, links: bool) -> str:
@@ -326,7 +308,7 @@ def _row(node: Node, shown: Outline, links: bool) -> str:
         f'<span class="sn-params" title="parameters">{params}</span>'
     )
     if node.remark is not None:
-        alarm = " sn-alarm" * (tuple(layer.label) in (shown.opened or ()))
+        alarm = " sn-alarm" * (tuple(layer.label) in shown.alarms)
         about = f'<span class="sn-remark{alarm}">{text(node.remark)}</span>'
     elif shown.remarks:
         about = ""

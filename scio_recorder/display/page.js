@@ -4,11 +4,6 @@
   const body = table === null ? null : table.tBodies[0];
   const headers = table === null ? [] : [...table.tHead.rows[0].cells];
 
-  // Laying out thousands of rows takes longer than all the rest, so most wait until the page is shown.
-  const fill = () => body?.classList.remove("short");
-  addEventListener("load", () => (window.requestIdleCallback ?? setTimeout)(fill));
-  addEventListener("beforeprint", fill);
-
   // A cell sorts by its text, unless it carries a number.
   const keyOf = (cell) => (cell.dataset.value === undefined ? cell.textContent.trim() : cell.dataset.value);
   const compare = (numeric, sign) => ([a, , i], [b, , j]) => {
@@ -56,11 +51,10 @@
     };
   }
 
-  // A link leads to its row even if the search has hidden the row, or it still waits.
+  // A link leads to its row even if the search has hidden the row.
   const reveal = (hash) => {
     const row = hash.startsWith("#layer-") ? document.getElementById(hash.slice(1)) : null;
     if (row === null || row.checkVisibility()) return;
-    fill();
     showAll();
     row.scrollIntoView();
   };

@@ -16,9 +16,6 @@ from scio_recorder.display.outline import address_of, asset, call_text, searched
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import Layer
 
-# Rows that are laid out at once.
-_AT_ONCE = 200
-
 
 def page_html(
     title: str,
@@ -127,8 +124,7 @@ def table_html(what: str, layers: Sequence[Layer], columns: Sequence[Column]) ->
     numeric = {column.name for column in shown if column.values is not None}
     yield _heading("Layer", "place", "ascending")
     yield from (_heading(name, "number" if name in numeric else "text") for name in names)
-    # Further rows are shown after the page itself.
-    yield f"</tr></thead><tbody{' class=short' * (len(layers) > _AT_ONCE)}>\n"
+    yield "</tr></thead><tbody>\n"
     for place, layer in enumerate(layers):
         yield _layer_cells(place, layer) + "".join(one.cell(place) for one in shown) + "</tr>\n"
     yield "</tbody></table></div>"

@@ -247,21 +247,18 @@ def test_infinities_and_digests_are_drawn() -> None:
 
 
 class Page(HTMLParser):
-    """The texts of a page's tree, by the label in front; what is open; the table's rows."""
+    """The texts of a page's tree, by the label in front; the table's rows."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.remarks: dict[str, str] = {}
         self.rows: list[list[str]] = []
-        self.opened: list[bool] = []
         self._label, self._kind = "", ""
         self.feed(html)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         given = dict(attributes)
         kind = given.get("class") or ""
-        if tag == "details":
-            self.opened.append("open" in given)
         if tag == "tr" and "id" in given:
             self.rows.append([])
         for name in ("sn-label", "sn-remark"):
@@ -362,16 +359,6 @@ def test_an_infinite_difference_stands_out_and_an_infinite_quotient_does_not(
     cells = re.findall(r'<td class="number"[^>]*>(<span class="alarm">)?inf<', html)
     assert sum(map(bool, cells)) == alarms
     assert not all(cells)
-
-
-def test_a_large_net_starts_open_at_the_first_difference(tmp_path: Path) -> None:
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(30))).eval()
-    other = copy.deepcopy(net)
-    with torch.no_grad():
-        other[20][0].bias[0] += 1
-    recorders = [Recorder(one, input_size=(1, 3)) for one in (net, other)]
-    page = page_of(compare(*recorders, [torch.randn(4, 3)]), tmp_path)
-    assert page.opened == [True, *(place == 20 for place in range(30))]
 
 
 def test_names_do_nothing_to_a_page(tmp_path: Path) -> None:
