@@ -49,11 +49,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Measure = Literal["relative_error", "max_abs", "max_rel", "share_different"]
-_FRAME_COLUMNS = (
-    *("label", "name", "type", "candidate_label", "candidate_name", "differs"),
-    *("max_abs", "max_rel", "relative_error", "cosine", "num_different", "num_elements"),
-    *("first_sample_id", "inputs_equal", "error"),
-)
 _FIGURES = {
     "Max abs": "max_abs",
     "Max rel": "max_rel",
@@ -199,13 +194,13 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             {
                 **vars(one),
                 "label": str(one.label),
-                "type": self.architecture[one.label].type_name,
                 "candidate_label": str(one.candidate_label),
+                "type": self.architecture[one.label].type_name,
             }
             for one in self.values()
         ]
         # Optional values stay None or as they are.
-        frame = pd.DataFrame(rows, columns=_FRAME_COLUMNS, dtype=object)
+        frame = pd.DataFrame(rows, dtype=object)
         kept = frame[["first_sample_id", "inputs_equal", "error"]]
         return frame.infer_objects().assign(**kept).set_index("label")
 
@@ -359,13 +354,10 @@ def _profile(found: Difference, measure: str) -> Figure:
         known = ", ".join(map(repr, get_args(Measure)))
         raise ComparisonError(f"plot({measure!r}): write one of {known}")
     layers = list(found.values())
-    values = np.array([getattr(one, measure, None) for one in layers], dtype=np.float64)
+    values = np.array([getattr(one, measure) for one in layers])
     # Digests only tell how many samples differ.
     if np.isnan(values).all():
-        measure = "share_different"
-        counts = [None if one.error else one.num_different for one in layers]
-        values = np.array(counts, dtype=np.float64)
-        values /= [max(1, one.num_elements) for one in layers]
+        measure, values = "share_different", np.array([one.share_different for one in layers])
     return draw_profile(
         found.sentence,
         measure.replace("_", " "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,6 +75,11 @@ class LayerDifference:
     inputs_equal: bool | None
     differs: bool
     error: str | None = None
+
+    @property
+    def share_different(self) -> float:
+        """The share of elements that differ; NaN if there is an error."""
+        return math.nan if self.error else self.num_different / max(1, self.num_elements)
 
 
 @dataclass(frozen=True)

@@ -53,20 +53,21 @@ def match_sides(
         They have no layer in common, or ``match`` has a name that is on no side.
     """
     own, other = reference.architecture, candidate.architecture
+    layers, partners = dict(own.items()), dict(other.items())
     globs = _checked(match)
     calls = {name: _calls_of_partner(name, globs, other) for name in own.names}
     pairs, alone, split = list[Pair](), list[str](), list[str]()
     for label in own.in_order(reference.recorded or reference.labels):
-        layer = own[label]
-        pair = _pair(layer, own.labels_of(layer.name), [other[at] for at in calls[layer.name]])
+        layer = layers[label]
+        pair = _pair(layer, own.labels_of(layer.name), [partners[at] for at in calls[layer.name]])
         if pair is None or not (pair.error or pair.partner.label in candidate.labels):
             alone.append(layer.name)
         elif _part(layer) != _part(pair.partner):
             split.append(layer.name)
         else:
             pairs.append(pair)
-    matched = {other[labels[0]].name for labels in calls.values() if labels}
-    names = [other[label].name for label in other.in_order(candidate.labels)]
+    matched = {partners[labels[0]].name for labels in calls.values() if labels}
+    names = [partners[label].name for label in other.in_order(candidate.labels)]
     mine = _distinct(alone + split)
     theirs = _distinct(name for name in names if name not in matched)
     if split:

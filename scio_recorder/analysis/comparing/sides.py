@@ -139,7 +139,7 @@ class NetworkSide:
         self._block, self._kept = block, {}
         given = self.feed.inputs(block.batch)
         # Networks write into tensors, and fill caches.
-        args, kwargs = map_tensors(twin, given)
+        args, kwargs = map_tensors(twin, (given.args, given.kwargs))
         try:
             if self._compiled is not None:
                 self._capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), self)
