@@ -30,28 +30,27 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
+from scio_recorder.analysis.comparing.sides import refuse_missing
 from scio_recorder.display.figure import draw_matrix
 from scio_recorder.display.outline import full_name, visible
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ArgumentError, ComparisonError, needing
-from scio_recorder.layer import DepthIdx, Layer, counted, few, label_of
+from scio_recorder.layer import DepthIdx, Layer, counted, label_of
 from scio_recorder.recording import Recording
 from scio_recorder.recording.loader import rows_of
 from scio_recorder.reductions.base import undisturbed
-from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
+from scio_recorder.stores.disk_tensor import bytes_of_row
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
 _NAMES = ("recording_a", "recording_b")
-# The number of ids that a message names.
-_FEW = 5
 # The features of the widest layer whose products with another one fit into memory.
 _WIDEST = 1 << 13
 # The number of sums of products at a time, and of numbers of each factor, in float64.
 _SUMS, _FACTORS = 1 << 25, 1 << 24
-# Bytes that are read at once if values must be copied to be contiguous.
+# Bytes that are read at once.
 _READ_BYTES = 1 << 26
 _Pairs: TypeAlias = Sequence[tuple[int, int]]
 
@@ -279,10 +278,8 @@ class _Features:
         self.device = device
         self.num_rows = len(samples)
         self.width = samples.shape[1:].numel() * (1 + samples.dtype.is_complex)
-        is_view = order is None and not isinstance(samples, DiskTensor)
-        most = _READ_BYTES // max(1, bytes_of_row(samples))
         # The number of rows that may be opened at once.
-        self._at_once = self.num_rows if is_view else max(1, most)
+        self._at_once = max(1, _READ_BYTES // max(1, bytes_of_row(samples)))
         low, high, self._mean = self._range_and_mean()
         spread = float((high - low).amax()) if self.width else 0.0
         self.trouble = "" if spread else "is the same in all rows"
@@ -407,17 +404,9 @@ def _paired_rows(first: Recording, second: Recording) -> Tensor | None:
     own, others = _keys(first), _keys(second)
     if own == others:
         return None
-    sides = ((_NAMES[0], own, set(others)), (_NAMES[1], others, set(own)))
-    for name, keys, known in sides:
-        alone = [key for key in keys if key not in known]
-        if alone:
-            kind = "rows" if first.has_rows else "samples"
-            raise ComparisonError(
-                f"{len(alone):,} of {len(keys):,} {kind} are in {name} only, by id: "
-                f"{few(alone, _FEW, repr)}. Collect both from the same data, with the same "
-                "sample_ids= if you gave any"
-            )
-    places = {key: place for place, key in enumerate(others)}
+    places, known = {key: place for place, key in enumerate(others)}, set(own)
+    refuse_missing([key for key in own if key not in places], _NAMES[1], f"{_NAMES[0]} has")
+    refuse_missing([key for key in others if key not in known], _NAMES[0], f"{_NAMES[1]} has")
     return torch.tensor([places[key] for key in own], device="cpu")
 
 

@@ -199,7 +199,9 @@ def test_tokens_are_paired_by_sample_and_position() -> None:
     assert_exact(found, expected(own, own))
 
     lost = tokens([4, 2, 0, 3, 1], lengths - (lengths == 6).long(), values)
-    with pytest.raises(ComparisonError, match=r"1 of 16 rows.*recording_a only.*\('text 1', 5\)"):
+    with pytest.raises(
+        ComparisonError, match=r"1 row of those that recording_a has.*\('text 1', 5\)"
+    ):
         similarity(own, lost)
     with pytest.raises(ComparisonError, match=r"parts of samples.*are samples"):
         similarity(own, recorded(nn.Identity()))
@@ -288,12 +290,12 @@ def test_values_at_the_limit_of_float64_are_not_said_to_be_infinite() -> None:
 
 def test_what_can_not_be_compared(first: Recording, second: Recording) -> None:
     ids = torch.arange(90) + 1000
-    with pytest.raises(ComparisonError, match=r"90 of 90 samples.*: 0, 1, 2, 3, 4 and"):
+    with pytest.raises(ComparisonError, match=r"90 samples.*: 0, 1, 2, 3, 4 and"):
         similarity(first, recorded(second_net(), ids=ids))
     ids[:88] = torch.arange(88)
-    with pytest.raises(ComparisonError, match=r"2 of 90 .* in recording_a only.*: 88.*89\. "):
+    with pytest.raises(ComparisonError, match=r"2 samples.* from recording_b: 88.*89\. "):
         similarity(first, recorded(second_net(), ids=ids))
-    with pytest.raises(ValueError, match=r"30 of 90 samples are in recording_b only"):
+    with pytest.raises(ValueError, match=r"30 samples of those that recording_b has"):
         similarity(recorded(second_net(), IMAGES[:60]), second)
     with pytest.raises(ComparisonError, match=r"1 row,"):
         similarity(*[recorded(second_net(), IMAGES[:1])] * 2)

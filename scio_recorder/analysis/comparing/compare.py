@@ -59,8 +59,8 @@ def compare(
 
     The layers that the reference records are compared, or all layers if it records none. The
     candidate need not record anything. Networks run under ``no_grad`` in their current mode,
-    and start each batch from the same state of random numbers. Afterwards their buffers are as
-    before, and random numbers are as one pass over the batches leaves them.
+    and start each batch from the same state of random numbers. Afterwards their buffers and the
+    generators of random numbers are as before.
 
     Parameters
     ----------
@@ -121,6 +121,7 @@ def compare(
     rows = rows_or_none(rows, ComparisonError)
     feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
     one, two = _side(reference, "reference", feeds[0]), _side(candidate, "candidate", feeds[1])
+    _refuse_other_rows(one, two, rows)
     networks = [side for side in (one, two) if isinstance(side, NetworkSide)]
     if networks and batches is None:
         raise ComparisonError(
@@ -188,46 +189,55 @@ def _side(given: Any, what: str, feed: Feed) -> Side:
     raise ComparisonError(f"the {what} is a {type(given).__name__}: {hint}")
 
 
+def _refuse_other_rows(one: Side, two: Side, rows: Rows | None) -> None:
+    """Refuse sides of which only one has rows that are no samples."""
+    kinds = [
+        side.recording.has_rows if isinstance(side, RecordingSide) else rows is not None
+        for side in (one, two)
+    ]
+    if kinds[0] != kinds[1]:
+        names = ("reference", "candidate") if kinds[0] else ("candidate", "reference")
+        raise ComparisonError(
+            f"the {names[0]} has a row for each token or node, and the {names[1]} one for each "
+            "sample: collect both with the same rows=, and beside a recording write the same for "
+            "a network, such as compare(..., rows=Tokens()), or leave rows= out"
+        )
+
+
 def _open(
     stack: contextlib.ExitStack, one: Side, two: Side, pairs: Sequence[Pair], *, keeps_digests: bool
 ) -> None:
     """Prepare all networks; when the stack ends, they are as they were before."""
-    sides = {0: one, 1: two}
-    networks = {place: side for place, side in sides.items() if isinstance(side, NetworkSide)}
-    for net in {id(side.net): side.net for side in networks.values()}.values():
-        stack.enter_context(untouched(net, keep_random=True))
+    labels = [pair.reference.label for pair in pairs], [pair.partner.label for pair in pairs]
+    sides = zip((one, two), labels, strict=True)
+    networks = [(side, own) for side, own in sides if isinstance(side, NetworkSide)]
+    for net in {id(side.net): side.net for side, _ in networks}.values():
+        stack.enter_context(untouched(net))
     options = RecordOptions(
         inputs=one.knows_inputs and two.knows_inputs and not keeps_digests,
         # Nobody knows before a pass what it overwrites, and a comparison must not fail.
         copy="always",
-        calls=next((side.calls for side in networks.values()), "labelled"),
+        calls=next((side.calls for side, _ in networks), "labelled"),
         notes_moments=False,
     )
-    for place, side in networks.items():
-        labels = [pair[place].label for pair in pairs]
-        side.open(stack, labels, options, keeps_digests=keeps_digests)
+    for side, own in networks:
+        side.open(stack, own, options, keeps_digests=keeps_digests)
 
 
 def _load(one: Side, two: Side, block: SampleBlock) -> None:
-    """Let both sides have the values of a block; networks run with the same random numbers.
-
-    Afterwards generators are in the state that the first network left, as if it alone had run.
-    """
+    """Let both sides have the values of a block; networks run with the same random numbers."""
     before = random_state()
     with _apart(one, two):
         one.load(block)
-    after = random_state() if isinstance(one, NetworkSide) else None
     restore_random(before)
     two.load(block)
-    if after is not None:
-        restore_random(after)
 
 
 def _apart(*sides: Side) -> contextlib.AbstractContextManager[Any]:
     """Undo the first network's changes of state, if the second one shares its modules."""
     own, others = ([*side.net.modules()] if isinstance(side, NetworkSide) else [] for side in sides)
     is_shared = not set(own).isdisjoint(others)
-    return untouched(own[0], keep_random=True) if is_shared else contextlib.nullcontext()
+    return untouched(own[0]) if is_shared else contextlib.nullcontext()
 
 
 def _blocks(
@@ -244,8 +254,6 @@ def _batches(
     net: NetworkSide, recording: RecordingSide | None, feed: Feed, rows: Rows | None
 ) -> Iterator[SampleBlock]:
     """Yield the batches, and check that a recording has just their samples."""
-    if recording is not None:
-        recording.check_rows(rows is not None)
     block, missing, has_rows = None, list[SampleId](), dict[str, bool]()
     for batch, _ in feed:
         if feed.number == 0 and feed.asked.to_inputs is None:
@@ -259,9 +267,9 @@ def _batches(
     if block is None:
         raise ComparisonError("batches is empty: it gave no batch to run on")
     if recording is not None:
-        refuse_missing(missing, recording.what, "batches have")
+        refuse_missing(missing, f"the {recording.what}", "the batches have")
         if feed.asked.max_batches is None:
-            refuse_missing(recording.unseen(), "batches", f"{recording.what} has")
+            refuse_missing(recording.unseen(), "the batches", f"the {recording.what} has")
 
 
 def _block(
@@ -285,14 +293,9 @@ def _block(
 def _parts(one: RecordingSide, two: RecordingSide) -> Iterator[SampleBlock]:
     """Yield the samples of recordings, in parts of bounded size or in the reference's batches."""
     ids = one.recording.sample_ids
-    refuse_missing(two.missing(ids), two.what, f"{one.what} has")
-    refuse_missing(one.missing(two.recording.sample_ids), one.what, f"{two.what} has")
-    if one.recording.has_rows != two.recording.has_rows:
-        with_rows, without = (one, two) if one.recording.has_rows else (two, one)
-        raise ComparisonError(
-            f"the {with_rows.what} has a row for each token or node, and the {without.what} "
-            "one for each sample: collect both with the same rows="
-        )
+    refuse_missing(two.missing(ids), "the candidate", "the reference has")
+    alone = one.missing(two.recording.sample_ids)
+    refuse_missing(alone, "the reference", "the candidate has")
     start = 0
     for length in _lengths(one.recording, two.recording):
         yield SampleBlock(ids[start : start + length])

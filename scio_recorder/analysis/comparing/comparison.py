@@ -9,12 +9,11 @@ is the innermost and earliest. A layer that passes a difference on has received 
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -48,26 +47,17 @@ class _MeasuredPart(NamedTuple):
     pair: PartPair
     figures: Figures
 
+    def place(self, block: SampleBlock) -> tuple[int, tuple[int, ...]]:
+        """Return the sample of the first element that differs, and the index in it."""
+        own, first = self.pair.own, self.figures.first or 0
+        # A plain value counts as one of the first sample.
+        return block.place(own.shape, first) if isinstance(own, Tensor) else (0, ())
 
-class _Element(NamedTuple):
-    """The first element at which a part differs; a plain value counts as the first sample's."""
-
-    sample: int
-    index: tuple[int, ...]
-    reference: Any
-    candidate: Any
-    part: int
-
-    @classmethod
-    def of(cls, part: _MeasuredPart, block: SampleBlock) -> Self:
-        """Find it."""
-        own, other = part.pair
-        sample, index = 0, tuple[int, ...]()
-        if isinstance(own, Tensor):
-            flat = part.figures.first or 0
-            sample, index = block.place(own.shape, flat)
-            own, other = (dense(one).reshape(-1)[flat].item() for one in part.pair)
-        return cls(sample, index, own, other, part.number)
+    def values(self) -> list[Any]:
+        """Return both values of that element."""
+        if not isinstance(self.pair.own, Tensor):
+            return [*self.pair]
+        return [dense(one).reshape(-1)[self.figures.first or 0].item() for one in self.pair]
 
 
 @dataclass
@@ -114,11 +104,13 @@ class _ComparedLayer:
         self, block: SampleBlock, parts: Sequence[_MeasuredPart], same: bool | None
     ) -> FirstDifference:
         """Return the first place at which parts differ."""
-        found = [_Element.of(part, block) for part in parts]
-        sample, *values, part = min(found, key=operator.attrgetter("sample"))
-        shown = [None, None, None] if self.is_digest else values
-        layer = self.pair.reference
-        return FirstDifference(layer, block.ids[sample], *shown, inputs_equal=same, part=part)
+        part = min(parts, key=lambda part: part.place(block)[0])
+        sample, index = part.place(block)
+        layer, sample_id = self.pair.reference, block.ids[sample]
+        if self.is_digest:
+            return FirstDifference(layer, sample_id, None, None, None, same)
+        own, other = part.values()
+        return FirstDifference(layer, sample_id, index, own, other, same, part=part.number)
 
     def _differ(self, found: FirstDifference) -> None:
         self.first = self.first or found

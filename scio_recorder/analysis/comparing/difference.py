@@ -389,12 +389,9 @@ def _page(found: Difference, title: str | None) -> str:
         ("Layers that differ", f"{sum(one.differs for one in found.values()):,}"),
         ("Fingerprint of the reference", found.architecture.fingerprint[:12]),
     ]
-    if found.rtol or found.atol:
-        facts.append(("Tolerances", f"rtol {found.rtol:g}, atol {found.atol:g}"))
-    tree = tree_html(replace(found._outline(), title=found.count), links=True)
     sections = {
         "Result": _result(found),
-        "Architecture": tree,
+        "Architecture": tree_html(replace(found._outline(), title=found.count), links=True),
         "Layers": _table(found),
         "Definitions": [asset("difference-words.html")],
     }

@@ -15,6 +15,7 @@ from scio_recorder.layer import DepthIdx, Layer, Shard, counted, few
 from scio_recorder.nets.architecture import Architecture
 
 _SHOWN = 5
+_SIGN = re.compile(r"([*?])")
 
 
 class Pair(NamedTuple):
@@ -89,20 +90,17 @@ def _checked(match: Mapping[str, str] | None) -> dict[str, str]:
             f"match is a {type(match).__name__}: give a mapping from names of the reference "
             'to names of the candidate, such as {"layers.*": "h.*"}'
         )
-    for name, other in (match or {}).items():
-        if not isinstance(name, str) or not isinstance(other, str):
+    items = (match or {}).items()
+    for name, other in items:
+        are_texts = isinstance(name, str) and isinstance(other, str)
+        if not are_texts or _SIGN.findall(name) != _SIGN.findall(other):
             raise ComparisonError(
                 f"match has {name!r}: {other!r}: write qualified names or globs, such as "
-                '{"layers.*": "h.*"}'
-            )
-        if re.findall(r"[*?]", name) != re.findall(r"[*?]", other):
-            raise ComparisonError(
-                f"match has {name!r}: {other!r}: each * stands for the same text on both "
-                "sides, so write the same number of * on both"
+                '{"layers.*": "h.*"}. Each * stands for the same text on both sides, so write the '
+                "same number of * on both"
             )
     # The glob with the most literal letters is the most specific; equals stay in their order.
-    items = (match or {}).items()
-    return dict(sorted(items, key=lambda item: -len(re.sub(r"[*?]", "", item[0]))))
+    return dict(sorted(items, key=lambda item: -len(_SIGN.sub("", item[0]))))
 
 
 def _calls_of_partner(
@@ -120,12 +118,12 @@ def _partner(glob: str, other: str, name: str) -> str | None:
     if found is None:
         return None
     texts = iter(found.groups())
-    return re.sub(r"[*?]", lambda _: next(texts), other)
+    return _SIGN.sub(lambda _: next(texts), other)
 
 
 @cache
 def _pattern(glob: str) -> re.Pattern[str]:
-    parts = re.split(r"([*?])", glob)
+    parts = _SIGN.split(glob)
     signs = {"*": "(.*)", "?": "(.)"}
     return re.compile("".join(signs.get(part, re.escape(part)) for part in parts), re.DOTALL)
 

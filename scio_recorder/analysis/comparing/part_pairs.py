@@ -76,24 +76,22 @@ def paired_inputs(
     module, other : torch.nn.Module or None
         The modules, if known: their signatures name arguments and give defaults.
     """
-    pairs = _by_place(_parts_of(tuple(reference)), _parts_of(tuple(candidate)))
-    if pairs is not None:
-        return pairs
-    if module is not None and other is not None:
-        reference, candidate = _complete(module, reference), _complete(other, candidate)
     own, others = _parts_of(tuple(reference)), _parts_of(tuple(candidate))
     pairs = _by_place(own, others)
     if pairs is not None:
         return pairs
     if module is None or other is None:
         return _in_order(own, others)
-    if type(module) is type(other):
-        return None
+    own, others = (
+        _parts_of(tuple(_complete(*given))) for given in ((module, reference), (other, candidate))
+    )
+    pairs = _by_place(own, others)
     # Another author's code may well receive other numbers and words, and may itself make what the
     # other one receives, such as a mask, unless both have that argument.
     shared = _parameters(module).keys() & _parameters(other).keys()
-    if any(place[1] in shared for place in own.keys() ^ others.keys()):
-        return None
+    are_alike = any(place[1] in shared for place in own.keys() ^ others.keys())
+    if pairs is not None or are_alike or type(module) is type(other):
+        return pairs
     return list(map(PartPair, _tensors_of(own), _tensors_of(others))) or None
 
 

@@ -12,14 +12,14 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scio_recorder.analysis.comparing.findings import SampleId
 from scio_recorder.analysis.comparing.measures import dense
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import ComparisonError
-from scio_recorder.layer import DepthIdx, few
+from scio_recorder.layer import DepthIdx, counted, few
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording import Recording
 from scio_recorder.recording.advice import raise_for_batch
@@ -31,7 +31,7 @@ from scio_recorder.tensors.copies import is_plain, twin
 from scio_recorder.tensors.digests import sample_digests
 from scio_recorder.tensors.structures import map_tensors
 
-_SHOWN = 5
+_SHOWN, _MOST_POSITIONS = 5, 15
 
 
 @dataclass
@@ -174,11 +174,10 @@ class NetworkSide:
         chosen = _chosen(value, self._block.rows)
         self._kept[label] = digests_of(chosen) if self._keeps_digests else chosen
 
-    def keep_inputs(self, module: nn.Module, inputs: Inputs) -> Any:
+    def keep_inputs(self, *given: Any) -> None:
         """Keep nothing: inputs are not requested."""
 
-    def receive_inputs(self, label: DepthIdx, kept: Any) -> None:
-        """Take nothing."""
+    receive_inputs = keep_inputs
 
 
 def _chosen(value: Any, rows: BatchRows | None) -> Any:
@@ -259,16 +258,6 @@ class RecordingSide:
         is_whole = self._samples == list(range(starts[batch], starts[batch + 1]))
         return self.recording.inputs[label][batch] if is_whole else None
 
-    def check_rows(self, is_given: bool) -> None:
-        """Refuse a recording whose rows differ in kind from those of the running networks."""
-        if self.recording.has_rows and not is_given:
-            raise ComparisonError(
-                f"the {self.what} has a row for each token or node: write the same rows= as for "
-                "its collection, such as rows=Tokens()"
-            )
-        if is_given and not self.recording.has_rows:
-            raise ComparisonError(f"the {self.what} has a row for each sample: leave rows= out")
-
     def missing(self, ids: Sequence[SampleId]) -> list[SampleId]:
         """Return the ids that the recording lacks."""
         return [one for one in ids if one not in self._places]
@@ -294,10 +283,10 @@ class RecordingSide:
         """Refuse samples of which the other side has other rows."""
         for one, own, other in zip(ids, found, others, strict=True):
             if not own.equal(other):
+                shown = [few(positions.tolist(), _MOST_POSITIONS) for positions in (own, other)]
                 raise ComparisonError(
-                    f"sample {one!r} has rows at the positions {_positions_text(own)} in the "
-                    f"{self.what}, and {_positions_text(other)} on the other side: give both "
-                    "sides the same rows="
+                    f"sample {one!r} has rows at the positions {shown[0]} in the {self.what}, and "
+                    f"{shown[1]} on the other side: give both sides the same rows="
                 )
 
     @cached_property
@@ -317,10 +306,6 @@ class RecordingSide:
 Side: TypeAlias = NetworkSide | RecordingSide
 
 
-def _positions_text(positions: Tensor) -> str:
-    return few(positions.tolist(), 3 * _SHOWN)
-
-
 def digests_of(value: Any) -> Any:
     """Return a digest for each sample; others refuse outputs without samples."""
     if not isinstance(value, Tensor) or not value.ndim:
@@ -328,13 +313,14 @@ def digests_of(value: Any) -> Any:
     return sample_digests(value if is_plain(value) else dense(value))
 
 
-def refuse_missing(ids: Sequence[SampleId], where: str, who: str) -> None:
-    """Raise an error that counts the samples that one side lacks."""
-    if ids:
+def refuse_missing(keys: Sequence[object], where: str, who: str) -> None:
+    """Raise an error that counts the samples, or the rows of samples, that one side lacks."""
+    if keys:
+        kind = "row" if isinstance(keys[0], tuple) else "sample"
         raise ComparisonError(
-            f"{len(ids)} samples are missing from the {where} that the {who}: "
-            f"{few(ids, _SHOWN, repr)}. Samples are paired by id: give the same ones to both, with "
-            "sample_ids= if they have ids of their own"
+            f"{counted(len(keys), kind)} of those that {who} are missing from {where}: "
+            f"{few(keys, _SHOWN, repr)}. Samples are paired by id: give the same ones to both, "
+            "with sample_ids= if they have ids of their own"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,21 +68,26 @@ def test_nothing_stays_after_an_exception() -> None:
 
 def test_both_sides_start_from_the_same_random_numbers() -> None:
     net = make_net().train()
-    torch.manual_seed(5)
     assert compare(recorder(net), recorder(copy.deepcopy(net)), batches()).first is None
-    after = torch.rand(3), np.random.rand()
-    torch.manual_seed(5)
-    for batch in batches():
-        copy.deepcopy(net)(batch)
-    assert torch.equal(after[0], torch.rand(3))
 
 
-def test_random_numbers_are_left_as_the_reference_leaves_them() -> None:
-    net = make_net()
-    before = torch.get_rng_state()
-    difference = compare(recorder(net), recorder(planted(net, "dropout left on")), batches())
-    assert difference.first is not None
-    assert torch.equal(torch.get_rng_state(), before)
+@pytest.mark.parametrize("on", ["reference", "candidate", "both"])
+def test_random_numbers_are_left_as_they_were(on: str) -> None:
+    net, other = make_net(), planted(make_net(), "sign")
+    net.drop.train(on != "candidate")
+    other.drop.train(on != "reference")
+    sides = recorder(net), recorder(other)
+
+    def loader() -> Iterator[Tensor]:
+        for batch in batches():
+            np.random.rand(), random.random(), torch.rand(2)
+            yield batch
+
+    before = torch.get_rng_state(), np.random.get_state()[2], random.getstate()
+    assert compare(*sides, loader()).first is not None
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[2] == before[1]
+    assert random.getstate() == before[2]
 
 
 def test_dropout_that_is_on_in_both_is_no_difference_and_a_fault_behind_it_is() -> None:
