@@ -317,10 +317,11 @@ def _columns(found: Difference) -> list[Column]:
     """Return the columns that say anything, after those that name the layer."""
     layers = list(found.values())
     names = [one.candidate_name for one in layers]
-    has_other_names = names != [one.name for one in layers]
+    marks = ["first" if found.is_first(one) else "yes" if one.differs else "no" for one in layers]
+    ids = [one.first_sample_id for one in layers]
     columns = [
-        Column("Candidate", names if has_other_names else []),
-        Column("Differs", [_differs(found, one) for one in layers]),
+        Column("Candidate", [] if names == [one.name for one in layers] else names),
+        Column("Differs", marks),
         Column("Inputs", [_INPUTS[one.inputs_equal] for one in layers]),
         *(_figures(name, [getattr(one, key) for one in layers]) for name, key in _FIGURES.items()),
         Column(
@@ -328,10 +329,7 @@ def _columns(found: Difference) -> list[Column]:
             ["" if one.error else f"{one.num_different:,}" for one in layers],
             [one.num_different for one in layers],
         ),
-        Column(
-            "First sample",
-            ["" if (at := one.first_sample_id) is None else str(at) for one in layers],
-        ),
+        Column("First sample", ["" if one is None else str(one) for one in ids]),
     ]
     return [column for column in columns if any(column.texts)]
 
@@ -343,10 +341,6 @@ def _figures(name: str, values: list[float | None]) -> Column:
     # A quotient is infinite as well if the reference is zero, as dead units are.
     odd = {place for place, x in enumerate(values) if x == math.inf and name == "Max abs"}
     return Column(name, texts, values, odd)
-
-
-def _differs(found: Difference, one: LayerDifference) -> str:
-    return "first" if found.is_first(one) else "yes" if one.differs else "no"
 
 
 def _profile(found: Difference, measure: str) -> Figure:
