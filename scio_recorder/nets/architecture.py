@@ -563,7 +563,7 @@ def offer(wanted: str, names: Iterable[str]) -> str:
     Examples
     --------
     >>> offer("layer4.*", ["", "layer1", "layer2", "head"])
-    "the closest names are 'layer1', 'layer2'"
+    "the closest names are 'layer2', 'layer1'"
     """
     known = list(filter(None, names))
     plain = re.sub(r"[^\w.]+", "", wanted).strip(".")

@@ -37,15 +37,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.errors import FlowError, UnsupportedTorchError
 from scio_recorder.nets.hookable import takes_hooks
-from scio_recorder.nets.state.copying import (
-    OriginalCalledError,
-    copy_inputs,
-    copy_net,
-    quiet,
-    refusing_calls,
-)
+from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet
 from scio_recorder.nets.state.moment import preserved_rng
-from scio_recorder.nets.state.untouched import reached, shared_untouched
+from scio_recorder.nets.state.untouched import separate_copy
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors, tensors
 
@@ -263,8 +257,9 @@ class Flow(TorchFunctionMode):
 
     def _with_hits(self, found: Any, dim: int | None) -> Any:
         """Return what an operation has found, or another number of hits."""
-        hits = None if dim is None else self._answer([None, *_HITS], is_size=True)
-        return found if hits is None else map_tensors(partial(_resized, hits, dim), found)
+        if dim is None or (hits := self._answer([None, *_HITS], is_size=True)) is None:
+            return found
+        return map_tensors(partial(_resized, hits, dim), found)
 
     def _answer(self, choices: Sequence[Any], *, is_size: bool = False) -> Any:
         """Return the answer that the net gets."""
@@ -317,20 +312,17 @@ def check_static_flow(
     """
 
     def run(at: int = -1, choice: int = 0, max_steps: int = _MAX_STEPS) -> Flow:
-        with preserved_rng(), refusing_calls(net), torch.set_grad_enabled(grad):
-            twin = copy_net(net).cpu().train(mode == "train")
-            flow = Flow(twin, at, choice, max_steps)
-            with shared_untouched(own, twin):
-                flow.run(*map_tensors(Tensor.cpu, copy_inputs((args, kwargs))))
+        with preserved_rng(), separate_copy(net) as twin, torch.set_grad_enabled(grad):
+            flow = Flow(twin.cpu().train(mode == "train"), at, choice, max_steps)
+            flow.run(*map_tensors(Tensor.cpu, copy_inputs((args, kwargs))))
         return flow
 
-    own = reached([net])
     try:
         with quiet():
             place = _deciding_place(run)
     except UnsupportedTorchError:
         raise
-    except (OriginalCalledError, Exception):
+    except (NotSeparateError, Exception):
         return
     if place is not None:
         line = linecache.getline(*place).strip()

@@ -27,15 +27,9 @@ from scio_recorder.nets.labelling.torchinfo import (
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import check_supported, failed_run
 from scio_recorder.nets.sharded import Following, is_sharded, mark, plain_type
-from scio_recorder.nets.state.copying import (
-    OriginalCalledError,
-    copy_inputs,
-    copy_net,
-    quiet,
-    refusing_calls,
-)
+from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet
 from scio_recorder.nets.state.moment import preserved_rng
-from scio_recorder.nets.state.untouched import reached, shared_untouched, untouched
+from scio_recorder.nets.state.untouched import separate_copy, untouched
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 
@@ -191,11 +185,8 @@ def _label(net: nn.Module, keywords: Mapping[str, Any], inputs: Inputs) -> _Labe
 def _label_once(
     net: nn.Module, run: Callable[[nn.Module], _Labelled], keep_hooks: bool
 ) -> _Labelled:
-    twin = _faithful_copy(net, keep_hooks)
-    if twin is not None:
-        alone = shared_untouched(reached([net]), twin)
-        with contextlib.suppress(OriginalCalledError), refusing_calls(net), alone:
-            return run(twin)
+    with contextlib.suppress(NotSeparateError), separate_copy(net, keep_hooks=keep_hooks) as twin:
+        return run(twin)
     # A part of the net can't be copied, or leads from the copy back to the net, as closures do.
     with untouched(net, keep_hooks=keep_hooks, keep_random=True):
         return run(net)
@@ -208,16 +199,6 @@ def _label_in_step(net: nn.Module, run: Callable[[nn.Module], _Labelled]) -> _La
         labelled = run(net)
     mark(labelled.architecture, following)
     return labelled
-
-
-def _faithful_copy(net: nn.Module, keep_hooks: bool) -> nn.Module | None:
-    try:
-        twin = copy_net(net, keep_hooks=keep_hooks)
-    except Exception:
-        return None
-    names = [(name, type(m)) for name, m in net.named_modules(remove_duplicate=False)]
-    copied = [(name, type(m)) for name, m in twin.named_modules(remove_duplicate=False)]
-    return twin if names == copied else None
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.nets.hookable import hooked, own_hooks
+from scio_recorder.nets.hookable import own_hooks
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import is_dense
 from scio_recorder.tensors.structures import map_tensors
@@ -34,14 +34,14 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     Parameters
     ----------
     net : torch.nn.Module
-        The net. What ``deepcopy`` refuses raises, such as tensors inside a graph.
+        The net.
     keep_hooks : bool
         Whether the copy has copies of the user's hooks, or only of the network's own.
 
-    Returns
-    -------
-    torch.nn.Module
-        The copy.
+    Raises
+    ------
+    NotSeparateError
+        ``deepcopy`` refuses it, for example tensors inside a graph, or returns another one.
 
     Examples
     --------
@@ -52,12 +52,21 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     """
     kept = [] if keep_hooks else list(own_hooks(net))
     memo = {id(vars(module)[name]): hooks for module, name, hooks in kept} | _shared(net)
-    with torch.no_grad():
-        twin = copy.deepcopy(net, memo)
-        for *_, hooks in kept:
-            # Methods of the net's modules become methods of the copy's.
-            hooks.update((key, copy.deepcopy(hook, memo)) for key, hook in hooks.items())
+    try:
+        with torch.no_grad():
+            twin = copy.deepcopy(net, memo)
+            for *_, hooks in kept:
+                # Methods of the net's modules become methods of the copy's.
+                hooks.update((key, copy.deepcopy(hook, memo)) for key, hook in hooks.items())
+    except Exception as error:
+        raise NotSeparateError from error
+    if _kinds_of(twin) != _kinds_of(net):
+        raise NotSeparateError
     return twin
+
+
+def _kinds_of(net: nn.Module) -> list[tuple[str, type]]:
+    return [(name, type(one)) for name, one in net.named_modules(remove_duplicate=False)]
 
 
 def clone(tensor: Tensor) -> Tensor:
@@ -88,36 +97,8 @@ def copy_inputs(inputs: Any) -> Any:
     return map_tensors(clone, inputs)
 
 
-class OriginalCalledError(BaseException):
-    """The copy of a net called a module of the net. No ``except Exception`` may catch it."""
-
-
-@contextlib.contextmanager
-def refusing_calls(net: nn.Module) -> Iterator[None]:
-    """Raise :class:`OriginalCalledError` when this thread calls a module of the net.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        The original of a copy that is run in the block. A closure that the copy shares with it may
-        lead back to it.
-
-    Examples
-    --------
-    >>> net = nn.ReLU()
-    >>> with refusing_calls(net):
-    ...     net(torch.ones(1))
-    Traceback (most recent call last):
-    scio_recorder.nets.state.copying.OriginalCalledError
-    """
-    thread = threading.get_ident()
-
-    def refuse(*call: Any) -> None:
-        if threading.get_ident() == thread:
-            raise OriginalCalledError
-
-    with hooked(net, before=refuse):
-        yield
+class NotSeparateError(BaseException):
+    """There is no copy of a net that runs alone. No ``except Exception`` of a net may catch it."""
 
 
 def _shared(net: nn.Module) -> dict[int, Any]:

@@ -40,9 +40,9 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import warn
 from scio_recorder.layer import few
-from scio_recorder.nets.hookable import LIBRARIES, leave_own_hooks
+from scio_recorder.nets.hookable import LIBRARIES, hooked, leave_own_hooks
 from scio_recorder.nets.sharded import is_sharded
-from scio_recorder.nets.state.copying import OriginalCalledError, are_large
+from scio_recorder.nets.state.copying import NotSeparateError, are_large, copy_net
 from scio_recorder.nets.state.moment import (
     joined,
     random_state,
@@ -586,38 +586,48 @@ def untouched(
 
 
 @contextlib.contextmanager
-def shared_untouched(own: dict[int, Found], copy: nn.Module) -> Iterator[None]:
-    """Run a copy of a network inside the block, which ends with what they share put back.
+def separate_copy(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[nn.Module]:
+    """Yield a copy of a network that can be run in the block without a trace in the network.
+
+    What both share ends as it was: a copy has the functions of the network, and so the variables of
+    closures.
 
     Parameters
     ----------
-    own : dict
-        What the network reaches. A copy shares functions, and so the variables of closures.
-    copy : torch.nn.Module
-        The copy.
+    net : torch.nn.Module
+        The network.
+    keep_hooks : bool, default False
+        Whether the copy has copies of the user's hooks, or only of the network's own.
 
     Raises
     ------
-    OriginalCalledError
-        The copy would run modules of the network itself.
+    NotSeparateError
+        The network can't be copied, or the copy calls modules of the network itself.
 
     Examples
     --------
-    >>> import copy
     >>> net = nn.ReLU()
     >>> net.itself = weakref.ref(net)
-    >>> with shared_untouched(reached([net]), copy.deepcopy(net)):
+    >>> with separate_copy(net):
     ...     pass
     Traceback (most recent call last):
-    scio_recorder.nets.state.copying.OriginalCalledError
+    scio_recorder.nets.state.copying.NotSeparateError
     """
-    shared = {key: one for key, one in reached([copy]).items() if key in own}
+    twin, own = copy_net(net, keep_hooks=keep_hooks), reached([net])
+    shared = {key: one for key, one in reached([twin]).items() if key in own}
     if any(issubclass(type(one.value), nn.Module) for one in shared.values()):
-        raise OriginalCalledError
+        raise NotSeparateError
+    thread = threading.get_ident()
+
+    def refuse(*call: Any) -> None:
+        # A global variable, which no walk follows, may lead back.
+        if threading.get_ident() == thread:
+            raise NotSeparateError
+
     state = NetState(shared, keep_random=True)
     try:
-        with without_hooks_on_all_modules():
-            yield
+        with hooked(net, before=refuse), without_hooks_on_all_modules():
+            yield twin
     finally:
         state.put_back(thorough=True)
     state.warn_of_traces()
