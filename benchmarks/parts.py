@@ -32,14 +32,12 @@ from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.description import (
     DESCRIPTION_NAME,
-    INDEX_NAME,
     chunk_name,
     manifest_name,
 )
 from scio_recorder.stores.disk_format.folder import Folder
-from scio_recorder.stores.disk_format.run import put_together, scan
-from scio_recorder.stores.disk_format.tensor_file import prepared
-from scio_recorder.workers.leases import Lease, seconds
+from scio_recorder.stores.disk_format.run import scan
+from scio_recorder.stores.disk_format.tensor_file import file_writer
 from scio_recorder.workers.parts import progress_of
 
 LAYERS, FEATURES, ROWS, NUM_BATCHES = 24, 256, 32, 200
@@ -117,7 +115,7 @@ def cost_of_a_part(folder: Path, rounds: int) -> list[float]:
 
 
 def time_to_open(folder: Path, number: int) -> dict[str, float]:
-    """Return seconds of the processor: opening parts before and after they are put together."""
+    """Return seconds of the processor to open many parts."""
     system.fsync = lambda descriptor: os.fstat(descriptor) and None
     path = str(folder / "many")
     rnet = recorder()
@@ -131,20 +129,16 @@ def time_to_open(folder: Path, number: int) -> dict[str, float]:
     )
     Path(path).mkdir()
     many, rows = Folder(path), {"1-1": torch.ones(1, 2)}
-    many.put(DESCRIPTION_NAME, "parts", prepared({}, description.to_json()))
+    many.put(DESCRIPTION_NAME, "parts", file_writer({}, description.to_json()))
     for part in range(number):
         said = {**run.chunks[0][0].said, "ids": {"start": part * 10**12, "count": 1}}
         content = {**description.place(part, 0, 0), **said}
-        known = many.put(chunk_name(part, 0), "parts", prepared(rows, content))
+        known = many.put(chunk_name(part, 0), "parts", file_writer(rows, content))
         listed = {**description.manifest(part, 1, [known]), "commits": [said]}
-        many.put(manifest_name(part), "parts", prepared({}, listed))
+        many.put(manifest_name(part), "parts", file_writer({}, listed))
     found = {}
     for name, work in {
-        f"s to open {number:,} parts, before they are put together": lambda: open_recording(path),
-        "s to put them together, once": lambda: put_together(
-            many, Lease(many, number, 0, dict, seconds).check
-        ),
-        "s to open them, once they are put together": lambda: open_recording(path),
+        f"s to open {number:,} parts": lambda: open_recording(path),
         "s to say how many are complete": lambda: progress_of(many),
     }.items():
         # The processor's time: other work does not count.
@@ -154,7 +148,7 @@ def time_to_open(folder: Path, number: int) -> dict[str, float]:
     recording = open_recording(path)
     assert recording.complete
     assert recording["1-1"][-1].tolist() == [1, 1]
-    return {**found, "MB of the index": (Path(path) / INDEX_NAME).stat().st_size / 1e6}
+    return found
 
 
 def main() -> None:

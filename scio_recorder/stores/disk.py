@@ -260,7 +260,9 @@ class DiskWriter(StoreWriter):
                     self._thread.submit(self._writer.finish).result()
         finally:
             self._close()
-        return held_by(self._reader(self._writer and self._writer.run), self._architecture)
+        return held_by(
+            self._reader(self._writer.run if self._writer is not None else None), self._architecture
+        )
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Save what counts if possible, and close the folder."""

@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.description import (
-    INDEX_NAME,
     complete_ranks,
     manifest_name,
 )
@@ -229,8 +228,7 @@ class Claims:
 
     A worker goes from part to part, beginning with a random one. It goes to another random one when
     it meets another worker. So workers spread out, and a part costs the same few requests however
-    many there are. When all parts are complete, one more thing can be taken: the index of the
-    recording, which counts as the part behind the last.
+    many there are.
 
     Parameters
     ----------
@@ -259,8 +257,8 @@ class Claims:
         self._dice = dice or random.Random()
         self.num_parts = num_parts
         # Parts known to be complete, and parts not worth trying: bytes, which are searched fast.
-        self._done = bytearray(num_parts + 1)
-        self._busy = bytearray(num_parts + 1)
+        self._done = bytearray(num_parts)
+        self._busy = bytearray(num_parts)
         self._leases: dict[int, _Newest] = {}
         # Parts that this worker has put off for now.
         self.later: set[int] = set()
@@ -271,12 +269,12 @@ class Claims:
     @property
     def num_done(self) -> int:
         """The number of parts known to be complete."""
-        return self._done.count(1, 0, self.num_parts)
+        return self._done.count(1)
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to do for any worker."""
-        return bool(self._done[self.num_parts])
+        """Whether all parts are complete."""
+        return self.num_done == self.num_parts
 
     def take(self) -> Lease | None:
         """Return a lease of a part that is not complete; None if none can be taken now."""
@@ -315,12 +313,9 @@ class Claims:
         return None
 
     def _next_free(self) -> int | None:
-        last = self.num_parts
-        at = self._busy.find(0, self._at, last)
+        at = self._busy.find(0, self._at)
         if at < 0:
-            at = self._busy.find(0, 0, last)
-        if at < 0 and not self._busy[last] and self._done.find(0, 0, last) < 0:
-            at = last
+            at = self._busy.find(0)
         return None if at < 0 else at
 
     def _take_over(self) -> Lease | None:
@@ -360,8 +355,7 @@ class Claims:
         return lease
 
     def _is_done(self, part: int) -> bool:
-        name = INDEX_NAME if part == self.num_parts else manifest_name(part)
-        if self._medium.has(name):
+        if self._medium.has(manifest_name(part)):
             self.done(part)
         return bool(self._done[part])
 
@@ -380,7 +374,7 @@ class Claims:
         self._leases = {}
         self._busy = bytearray(self._done)
         for part, number in newest_leases(times).items():
-            if part <= self.num_parts:
+            if part < self.num_parts:
                 age = now - times[lease_name(part, number)]
                 self._leases[part] = _Newest(number, age)
                 self._busy[part] = 1

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple
@@ -40,17 +40,12 @@ from scio_recorder.stores.disk_format.description import (
     complete_ranks,
     medium_at,
     read_description,
-    recordings_inside,
 )
-from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
+from scio_recorder.stores.disk_format.medium import Medium, accessing
 from scio_recorder.stores.disk_format.reader import RunReader
-from scio_recorder.stores.disk_format.run import put_together
+from scio_recorder.stores.disk_format.run import refuse_repeated_ids
 from scio_recorder.stores.disk_format.tensor_file import (
-    JSON,
-    TensorFile,
     dump,
-    expect,
-    file_writer,
     parse,
 )
 from scio_recorder.stores.disk_format.writer import WriteRight
@@ -68,7 +63,6 @@ from scio_recorder.workers.leases import (
 )
 from scio_recorder.workers.samplers import refuse_split
 
-PARTS_NAME = "parts.safetensors"
 # Seconds between two looks for a part: an eighth of the time waited so far, within these bounds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
@@ -83,40 +77,18 @@ def check_make_batches(given: Any) -> None:
         raise caught_as(CollectError, TypeError(text), text)
 
 
-def agree(medium: Medium, num_parts: int, header: dict[str, JSON]) -> None:
-    """Begin a recording in parts before anything has run, or join the processes that have.
-
-    Raises
-    ------
-    RecordingError
-        They have another number of parts or other settings, or there is something else.
-    """
-    given = parse(dump({"parts": num_parts, "header": header}))
-    stored = agreed(medium)
-    if stored is None:
-        check_empty(medium, is_in_parts=True)
-        with accessing(medium.path), suppress(FileExistsError):
-            medium.put(PARTS_NAME, "parts", file_writer({}, given))
-        stored = agreed(medium)
-    if stored is None or stored["parts"] != num_parts:
-        found = 0 if stored is None else stored["parts"]
+def check_begun(medium: Medium, num_parts: int, header: dict[str, Any]) -> None:
+    """Refuse a place where there is something else than the beginning of these parts."""
+    if not medium.has(DESCRIPTION_NAME):
+        check_empty(medium)
+        return
+    found = read_description(medium)
+    if found.world_size != num_parts:
         raise RecordingError(
-            f"{medium.path} is a recording in {counted(found, 'part')}, and num_parts is "
-            f"{num_parts} here: give the same number, or choose another folder"
+            f"{medium.path} is a recording in {counted(found.world_size, 'part')}, and num_parts "
+            f"is {num_parts} here: give the same number, or choose another folder"
         )
-    check_settings(medium.path, stored["header"], given["header"])
-
-
-def agreed(medium: Medium) -> dict[str, Any] | None:
-    """Return the settings of a recording in parts, even if only ranks have begun it."""
-    if medium.has(PARTS_NAME):
-        with parsing(medium.path_of(PARTS_NAME)):
-            said = TensorFile(medium, PARTS_NAME).content
-            return {"parts": expect(said["parts"], int), "header": expect(said["header"], dict)}
-    if medium.has(DESCRIPTION_NAME):
-        found = read_description(medium)
-        return {"parts": found.world_size, "header": found.header}
-    return None
+    check_settings(medium.path, found.header, parse(dump(header)))
 
 
 def seen_by_others(store: Store) -> Disk:
@@ -211,13 +183,19 @@ class Parts:
         ):
             path = self._medium.path
             self._medium.check_writable(0)
-            agree(self._medium, self.num_parts, header)
+            check_begun(self._medium, self.num_parts, header)
             with accessing(path):
                 claims = Claims(self._medium, self.num_parts, holder, clock=seconds)
-            if claims.num_done == self.num_parts:
+            if claims.is_finished:
                 self._check_complete()
             self._take_all(claims, wait=wait)
-        return opened(RunReader(path), pattern.layers.reductions)
+            if claims.is_finished:
+                with accessing(path):
+                    claims.clear_away()
+        reader = RunReader(path)
+        if reader.complete:
+            refuse_repeated_ids(path, reader.run)
+        return opened(reader, pattern.layers.reductions)
 
     def _take_all(self, claims: Claims, *, wait: bool) -> None:
         shown, busy_at = 0, time.monotonic()
@@ -245,18 +223,13 @@ class Parts:
             time.sleep(min(pause, _LONGEST_PAUSE) * random.uniform(0.5, 1.0))
 
     def _do(self, claims: Claims, lease: Lease) -> None:
-        if lease.part == self.num_parts:
-            put_together(self._medium, lease.check)
-            with accessing(self._medium.path):
-                claims.clear_away()
+        try:
+            with _naming_part(lease.part):
+                self._run(lease.part, self._batches(lease.part), lease)
+        except EmptyPartError:
+            claims.put_off(lease.part)
         else:
-            try:
-                with _naming_part(lease.part):
-                    self._run(lease.part, self._batches(lease.part), lease)
-            except EmptyPartError:
-                claims.put_off(lease.part)
-                return
-        claims.done(lease.part)
+            claims.done(lease.part)
 
     def _check_complete(self) -> None:
         """Refuse data of another length if all was complete before, by the first and last part."""
@@ -327,18 +300,13 @@ def progress_of(medium: Medium) -> Progress:
     Raises
     ------
     RecordingError
-        There is no recording.
+        There is no recording, or nothing of it is durable yet.
     """
-    begun = agreed(medium)
-    if begun is None:
-        raise RecordingError(
-            f"{medium.path} holds no recording, and no recording in parts has begun there"
-            f"{recordings_inside(medium.path)}"
-        )
+    num_parts = read_description(medium).world_size
     with accessing(medium.path):
         newest, done = newest_leases(medium.names(PREFIX)), set(complete_ranks(medium))
     holders = [_holder(medium, part, newest[part]) for part in sorted(newest) if part not in done]
-    return Progress(begun["parts"], len(done), [one for one in holders if one is not None])
+    return Progress(num_parts, len(done), [one for one in holders if one is not None])
 
 
 def _holder(medium: Medium, part: int, number: int) -> Holder | None:

@@ -166,7 +166,7 @@ def test_status_of_nothing(capsys):
     assert main(["status", "run"]) == 2
     Path("run").mkdir()
     assert main(["status", "run"]) == 1
-    assert "no recording in parts has begun" in capsys.readouterr().err
+    assert "run holds no recording" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format.description import INDEX_NAME, chunk_name, manifest_name
+from scio_recorder.stores.disk_format.description import chunk_name, manifest_name
 from scio_recorder.stores.disk_format.medium import Medium, Stamp
 from scio_recorder.workers.leases import RENEWED_EVERY, STALE_AFTER, Claims, Lease
 
@@ -137,8 +137,6 @@ class World:
             del names[bisect_left(names, name)]
         if kind == "manifest":
             self.undone.discard(int(rest[:5]))
-            # From now on somebody can put the recording together.
-            self.touched[self.num_parts] = self.clock.now
         if kind == "lease" and rest[0].isdigit():
             self.touched[int(rest.partition("-")[0])] = self.clock.now
 
@@ -306,8 +304,7 @@ class Worker:
     def _check_waiting(self, since: float) -> None:
         """Note whether this waits for a part of which nobody has been heard for long."""
         world = self.world
-        parts = world.undone or ({world.num_parts} if INDEX_NAME not in world.files else set())
-        for part in parts:
+        for part in world.undone:
             heard = world.touched.get(part, 0.0)
             waiting = world.clock.now - max(heard, self.bucket.stalled_at)
             # Who has just come does not wait until a lease has been stale before his own eyes.
@@ -316,11 +313,6 @@ class Worker:
 
     def _do(self, lease: Lease) -> None:
         world, part = self.world, lease.part
-        if part == world.num_parts:
-            if world.undone:
-                world.problems.append("put together too early")
-            self._commit(lease, INDEX_NAME)
-            return
         number = 0
         while self.bucket.has(chunk_name(part, number)):
             number += 1
@@ -371,7 +363,6 @@ def check(world: World) -> None:
     chunks = {chunk_name(p, n) for p in parts for n in range(world.num_chunks(p))}
     assert set(world.kinds["chunk-"]) == chunks >= world.durable
     assert world.kinds["manifest-"] == [manifest_name(part) for part in parts]
-    assert INDEX_NAME in world.files
     # Only those who died or stood still have computed anything in vain, the last chunk each.
     events = world.events
     in_vain = events["chunks computed"] - len(chunks)

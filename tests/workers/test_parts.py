@@ -100,12 +100,9 @@ def test_what_is_written_is_what_the_format_says(tmp_path):
         assert torch.equal(found[f"{label[0]}-{label[1]}"], recording[label][:])
 
 
-@pytest.mark.parametrize("has_index", [True, False])
-def test_damage_to_what_tells_of_commits_is_noticed(tmp_path, has_index):
+def test_damage_to_what_tells_of_commits_is_noticed(tmp_path):
     fill(tmp_path, rnet=seeded("0"))
-    index, manifest = tmp_path / "index.safetensors", tmp_path / "manifest-00001.safetensors"
-    index.unlink() if not has_index else None
-    file = index if has_index else manifest
+    file = tmp_path / "manifest-00001.safetensors"
     whole, dice = file.read_bytes(), random.Random(0)
     for position in range(0, len(whole), 97):
         damaged = bytearray(whole)
@@ -114,7 +111,7 @@ def test_damage_to_what_tells_of_commits_is_noticed(tmp_path, has_index):
         with pytest.raises(RecordingError, match=file.name):
             open_recording(tmp_path)
     file.write_bytes(whole)
-    # A commit that the index lists is read when it is used, and has to be that very one.
+    # A commit that the manifest lists is read when it is used, and has to be that very one.
     chunk = tmp_path / chunk_name(1, 0)
     chunk.unlink()
     shutil.copy(tmp_path / chunk_name(1, 1), chunk)
@@ -133,16 +130,11 @@ def test_a_commit_that_is_in_order_and_not_the_one_that_was_listed(tmp_path):
     chunk.write_bytes(put_together(other))
     with pytest.raises(RecordingError, match="not the commit that the manifest lists"):
         open_recording(tmp_path)["0"][:]
-    (tmp_path / "index.safetensors").unlink()
-    with pytest.raises(RecordingError, match="not the commit that the manifest lists"):
-        open_recording(tmp_path)
 
 
 def test_what_two_holders_of_a_part_leave_never_counts_behind_its_end(tmp_path):
     fill(tmp_path, rnet=seeded("0"))
     shutil.copy(tmp_path / chunk_name(1, 1), tmp_path / chunk_name(1, 3))
-    assert list(open_recording(tmp_path).sample_ids) == IDS
-    (tmp_path / "index.safetensors").unlink()
     assert list(open_recording(tmp_path, verify=True).sample_ids) == IDS
 
 
@@ -364,10 +356,14 @@ def test_a_store_of_one_rank_is_refused(tmp_path):
 
 def test_another_net_other_settings_and_other_parts_are_refused_before_anything_runs(tmp_path):
     def batches_of(part: int) -> Any:
-        # Another comes before anything is durable.
-        if not (tmp_path / "recording.safetensors").exists():
-            refused()
-        yield from data_of(part)
+        # Another comes once something is durable: the first of three batches.
+        for number, batch in enumerate(data_of(part)):
+            if number == 2 and not come:
+                come.append(part)
+                refused()
+            yield batch
+
+    come: list[int] = []
 
     def unused(part: int) -> Any:
         raise AssertionError("this must not run")
@@ -386,6 +382,18 @@ def test_another_net_other_settings_and_other_parts_are_refused_before_anything_
     fill(tmp_path, batches_of)
     refused()
     check(open_recording(tmp_path), tmp_path)
+
+
+def test_who_began_with_other_settings_before_anything_was_durable_commits_nothing(tmp_path):
+    def batches_of(part: int) -> Any:
+        # All else is done meanwhile.
+        if not (tmp_path / "recording.safetensors").exists():
+            fill(tmp_path, wait=False)
+        yield from data_of(part)
+
+    with pytest.raises(RecordingError, match="layers"):
+        fill(tmp_path, batches_of, seeded("0"))
+    check(fill(tmp_path), tmp_path)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

@@ -29,7 +29,6 @@ from scio_recorder.stores.disk_format.tensor_file import (
 )
 
 DESCRIPTION_NAME = "recording.safetensors"
-INDEX_NAME = "index.safetensors"
 FORMAT = "scio-recording"
 # The formats of recordings whose rows are samples, and of those with rows of their own.
 VERSION, VERSION_WITH_ROWS = 2, 3
@@ -40,8 +39,9 @@ _MANIFEST_NAMES = re.compile(r"^manifest-(\d{5})\.safetensors$", re.ASCII | re.M
 VALUES = "#values"
 _SHOWN = 10
 # Names that may exist before there is a recording, left by killed writers too.
-_REMAINS = re.compile(r"lock-\d{5}|recording\.safetensors\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII)
-_REMAINS_OF_PARTS = re.compile(r"lease-.*|parts\.safetensors(\..*\.tmp)?", re.ASCII)
+_REMAINS = re.compile(
+    r"lock-\d{5}|lease-.*|recording\.safetensors\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII
+)
 # A URL may have lost a slash on its way through a path object.
 _PREFIX = re.compile(r"disk:|[a-z][a-z0-9+.-]*:/+", re.ASCII | re.IGNORECASE)
 
@@ -316,11 +316,9 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def check_empty(medium: Medium, *, is_in_parts: bool) -> None:
+def check_empty(medium: Medium) -> None:
     """Refuse a place that holds anything but the beginning of a recording."""
     with accessing(medium.path):
         others = [name for name in medium.names() if not _REMAINS.fullmatch(name)]
-    if is_in_parts:
-        others = [name for name in others if not _REMAINS_OF_PARTS.fullmatch(name)]
     if others and DESCRIPTION_NAME not in others:
         raise RecordingError(f"{medium.path} is not empty: it holds {others[0]!r}; choose another")

@@ -276,15 +276,15 @@ class RunReader(RowReader):
         self._medium = medium_at(path)
         self.path = self._medium.path
         self.span_bytes, self.num_readers = self._medium.span_bytes, self._medium.num_readers
-        self._run = run or scan(self._medium, rank)
-        self.header = self._run.description.header
-        self.layers: Table = self._run.description.layers
-        self.rows: Table | None = self._run.description.rows
-        self.table: Table = self._run.description.table
-        self.complete = self._run.is_complete
-        chunks = list(self._run.all_chunks())
+        self.run = run or scan(self._medium, rank)
+        self.header = self.run.description.header
+        self.layers: Table = self.run.description.layers
+        self.rows: Table | None = self.run.description.rows
+        self.table: Table = self.run.description.table
+        self.complete = self.run.is_complete
+        chunks = list(self.run.all_chunks())
         with parsing(self.path):
-            self.sample_ids = self._run.sample_ids()
+            self.sample_ids = self.run.sample_ids()
             self.kept = KeptReader(chunks)
         self._chunks = [chunk for chunk in chunks if chunk.num_rows]
         if run is not None:
@@ -292,9 +292,9 @@ class RunReader(RowReader):
             self.forget_verified()
         self.starts = list(accumulate([chunk.num_rows for chunk in self._chunks], initial=0))
         # The number of samples before those of each rank.
-        counts = [sum([len(one.ids) for one in rank]) for rank in self._run.chunks.values()]
+        counts = [sum([len(one.ids) for one in rank]) for rank in self.run.chunks.values()]
         self._first_samples = dict(
-            zip(self._run.chunks, accumulate(counts, initial=0), strict=False)
+            zip(self.run.chunks, accumulate(counts, initial=0), strict=False)
         )
         if verify:
             for report in self.verify():
@@ -309,12 +309,12 @@ class RunReader(RowReader):
     @property
     def world_size(self) -> int:
         """The number of ranks that write this recording."""
-        return self._run.description.world_size
+        return self.run.description.world_size
 
     @property
     def is_begun(self) -> bool:
         """Whether anything has been committed."""
-        return any(self._run.chunks.values()) or bool(self._run.closed)
+        return any(self.run.chunks.values()) or bool(self.run.closed)
 
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
         chunk = self._chunks[number]
@@ -324,7 +324,7 @@ class RunReader(RowReader):
 
     def forget_verified(self) -> None:
         """Forget which blocks were verified: each is verified again at its next read."""
-        for chunk in self._run.all_chunks():
+        for chunk in self.run.all_chunks():
             chunk.reopen(self._medium)
 
     def fingerprint(self) -> str:
@@ -333,12 +333,12 @@ class RunReader(RowReader):
 
     def read_state(self, rank: int = 0) -> Packed | None:
         """Return the last state that a rank committed, verified; None if it committed none."""
-        last, name = self._run.last_state(rank), self._run.state_file(rank)
+        last, name = self.run.last_state(rank), self.run.state_file(rank)
         if last is None or name is None:
             return None if last is None else Packed(last["value"], [])
         file = TensorFile(self._medium, name)
         with parsing(file.path):
-            if file.content != self._run.description.state_place(rank, last["file"]):
+            if file.content != self.run.description.state_place(rank, last["file"]):
                 raise ValueError("it does not belong here")
             return Packed(last["value"], [file.read(key) for key in file.table])
 
@@ -347,10 +347,10 @@ class RunReader(RowReader):
 
         The other files were fully checked at opening.
         """
-        for rank, chunks in self._run.chunks.items():
+        for rank, chunks in self.run.chunks.items():
             for chunk in chunks:
                 yield _report(chunk.name, partial(getattr, chunk, "file"))
-            name = self._run.state_file(rank)
+            name = self.run.state_file(rank)
             if name is not None:
                 yield _report(name, partial(TensorFile, self._medium, name))
 

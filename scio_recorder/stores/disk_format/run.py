@@ -1,11 +1,11 @@
-"""A recording as it is found: its description, the commits of each rank, and the index of all."""
+"""A recording as it is found: its description, and the commits of each rank."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.stores.disk_format.description import (
-    INDEX_NAME,
     VALUES,
     Description,
     chunk_name,
@@ -22,21 +21,16 @@ from scio_recorder.stores.disk_format.description import (
     state_name,
 )
 from scio_recorder.stores.disk_format.ids import SampleIds, ids_from_json, ids_to_json
-from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing, parsing
+from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
 from scio_recorder.stores.disk_format.tensor_file import (
     JSON,
     MAX_SIZE,
     TensorFile,
-    dump,
     expect,
-    file_writer,
-    parse,
 )
 from scio_recorder.tensors.processes import for_each
 
 _CHUNK_NAME = re.compile(r"chunk-(\d{5})-(\d{8})\.safetensors", re.ASCII)
-# The name in an index of the contents of all manifests.
-MANIFESTS = "manifests"
 _TOKEN = re.compile(r"[0-9a-f]{16}", re.ASCII)
 
 
@@ -218,20 +212,20 @@ def scan(medium: Medium, rank: int | None = None) -> Run:
         If anything does not fit, naming the file.
     """
     run = Run(read_description(medium))
-    if rank is None and medium.has(INDEX_NAME):
-        # It suffices, and is compared with the commits when their data is read.
-        _read_index(medium, run)
-        return run
-    if rank is not None:
-        # Without listing names, since there can be hundreds of thousands.
-        _read_rank(medium, run, rank, None)
-    else:
+    ranks = range(run.description.world_size) if rank is None else [rank]
+    run.chunks = {one: [] for one in ranks}
+    names, counts = None, dict[int, int]()
+    if rank is None:
+        # Not for one rank, since there can be hundreds of thousands of names.
         with accessing(medium.path):
             names = set(medium.names())
         counts = _counted(medium, run.description, names)
-        for owner in range(run.description.world_size):
-            _read_rank(medium, run, owner, names, counts.get(owner, 0))
-    for_each(attrgetter("file"), list(run.all_chunks()), medium.num_readers)
+    read = partial(_read_rank, medium, run, names=names, counts=counts)
+    for_each(read, ranks, medium.num_readers)
+    if names is not None:
+        # A manifest states facts about commits, which are compared when data is read.
+        missing = [chunk for chunk in run.all_chunks() if chunk.name not in names]
+        for_each(attrgetter("file"), missing, medium.num_readers)
     return run
 
 
@@ -246,7 +240,9 @@ def _counted(medium: Medium, description: Description, names: Set[str]) -> dict[
     return counts
 
 
-def _read_rank(medium: Medium, run: Run, rank: int, names: Set[str] | None, count: int = 0) -> None:
+def _read_rank(
+    medium: Medium, run: Run, rank: int, names: Set[str] | None, counts: Mapping[int, int]
+) -> None:
     """Read a rank's commits: those in its manifest, or those that exist."""
     name = manifest_name(rank)
     # A writer may continue while names are listed, so the list need not be of one instant: commits
@@ -255,8 +251,7 @@ def _read_rank(medium: Medium, run: Run, rank: int, names: Set[str] | None, coun
         with parsing(medium.path_of(name)):
             _read_manifest(medium, run, rank, TensorFile(medium, name).content)
         return
-    chunks = run.chunks[rank] = []
-    before = 0
+    chunks, before, count = run.chunks[rank], 0, counts.get(rank, 0)
     while len(chunks) < count if names is not None else medium.has(chunk_name(rank, len(chunks))):
         chunks.append(Chunk(medium, run.description, rank, len(chunks), before))
         before += len(chunks[-1].ids)
@@ -269,9 +264,8 @@ def _read_manifest(medium: Medium, run: Run, rank: int, said: Any) -> None:
     """
     checksums, commits = expect(said["chunks"], list), said.get("commits")
     stated = [None] * len(checksums) if commits is None else zip(checksums, commits, strict=True)
-    chunks = run.chunks[rank] = []
+    chunks, before = run.chunks[rank], 0
     run.closed.add(rank)
-    before = 0
     for number, one in enumerate(stated):
         chunks.append(Chunk(medium, run.description, rank, number, before, one))
         before += len(chunks[-1].ids)
@@ -280,56 +274,14 @@ def _read_manifest(medium: Medium, run: Run, rank: int, said: Any) -> None:
         raise ValueError("it does not match the chunks")
 
 
-def _read_index(medium: Medium, run: Run) -> None:
-    """Read the contents of all ranks' manifests from the index."""
-    with parsing(medium.path_of(INDEX_NAME)):
-        file = TensorFile(medium, INDEX_NAME)
-        manifests = expect(parse(file.read(MANIFESTS).numpy().tobytes()), list)
-        if file.content != {"run": run.description.run}:
-            raise ValueError("it does not belong here")
-        if len(manifests) != run.description.world_size:
-            raise ValueError(f"it lists {len(manifests)} of {run.description.world_size} ranks")
-        for rank, said in enumerate(manifests):
-            _read_manifest(medium, run, rank, said)
-
-
-def put_together(medium: Medium, before_commit: Callable[[], object]) -> None:
-    """Put an index of all parts in place, with which opening reads a single file.
-
-    Parameters
-    ----------
-    medium : Medium
-        Where the recording is.
-    before_commit : callable
-        Called before the index is put; raises if another process may be about to put it.
-
-    Raises
-    ------
-    CollectError
-        Two samples have the same id.
-    RecordingError
-        A part is damaged.
-    """
-    run = scan(medium)
+def refuse_repeated_ids(path: str, run: Run) -> None:
+    """Raise `CollectError` if two samples have the same id."""
     repeated = run.sample_ids().repeated()
     if repeated is not None:
-        parts = [
-            rank
-            for rank, chunks in run.chunks.items()
-            if any(repeated in chunk.ids for chunk in chunks)
-        ]
+        chunks = [chunk for chunk in run.all_chunks() if repeated in chunk.ids]
         raise CollectError(
-            f"{medium.path}: two samples have the id {repeated!r}, in part {parts[0]} and part "
-            f"{parts[-1]}: each needs an id of its own. The data on disk stays and can be read; "
-            "collect again into another folder, with other sample_ids or with parts that have no "
-            "sample twice"
+            f"{path}: two samples have the id {repeated!r}, in part {chunks[0].rank} and part "
+            f"{chunks[-1].rank}: each needs an id of its own. The data on disk stays and can be "
+            "read; collect again into another folder, with other sample_ids or with parts that "
+            "have no sample twice"
         )
-    before_commit()
-    with accessing(medium.path), suppress(FileExistsError):
-        medium.put(INDEX_NAME, "index", _written(run))
-
-
-def _written(run: Run) -> Callable[[WriteAt], str]:
-    manifests = [run.manifest(rank) for rank in run.chunks]
-    text = torch.frombuffer(bytearray(dump(manifests)), dtype=torch.uint8)
-    return file_writer({MANIFESTS: text}, {"run": run.description.run})

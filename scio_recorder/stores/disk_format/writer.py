@@ -101,7 +101,7 @@ class RunWriter:
         if new is None:
             self.run = scan(medium, rank)
         else:
-            self.run = begun(medium, new, rank, is_in_parts=self._right is not None)
+            self.run = begun(medium, new, rank)
         if new is None and self.run.is_complete:
             raise RecordingError(f"{medium.path} is complete" + (f" for rank {rank}" * (rank > 0)))
         self.sample_ids = self.run.sample_ids()
@@ -396,13 +396,13 @@ def _kept_tensors(kept: KeptBatches, rows: int) -> dict[str, Tensor]:
     return tensors | {VALUES: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
 
-def begun(folder: Medium, description: Description, rank: int, *, is_in_parts: bool = False) -> Run:
+def begun(folder: Medium, description: Description, rank: int) -> Run:
     """Return the recording of this description, created now or by another rank.
 
     If several create it at once, the first one does, and the others join it.
     """
     if not folder.has(DESCRIPTION_NAME):
-        check_empty(folder, is_in_parts=is_in_parts)
+        check_empty(folder)
         with suppress(FileExistsError):
             folder.put(DESCRIPTION_NAME, f"{rank:05d}", file_writer({}, description.to_json()))
             return Run(description, {rank: []})

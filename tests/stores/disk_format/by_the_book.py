@@ -109,24 +109,7 @@ def chunks_of(root: Path) -> list[tuple[Path, Any]]:
             assert manifest["commits"] is None or manifest["commits"][number] == said
         assert manifest["samples"] == before
         assert not (root / f"chunk-{rank:05d}-{len(manifest['chunks']):08d}.safetensors").exists()
-    if (root / "index.safetensors").exists():
-        check_index(root, description)
     return found
-
-
-def check_index(root: Path, description: Any) -> None:
-    """Compare the index with the manifests, which say the same."""
-    file = root / "index.safetensors"
-    content = take_apart(file.read_bytes()).content
-    assert content.pop("tensors")[0][0] == "manifests"
-    assert content == {"run": description["run"]}
-    listed = json.loads(bytes(safetensors.torch.load_file(file)["manifests"].tolist()))
-    ranks = range(description["world_size"])
-    manifests = [unseal((root / f"manifest-{rank:05d}.safetensors").read_bytes()) for rank in ranks]
-    assert listed == [
-        {key: value for key, value in manifest.items() if key != "tensors"}
-        for manifest in manifests
-    ]
 
 
 def ids_of(content: Any) -> list[Any]:
