@@ -57,7 +57,9 @@ def wide(path: Any, rows: int = 2048, features: int = 1024, chunks: int = 4) -> 
     data = torch.zeros(rows, features)
     data[:, 0] = torch.arange(rows)
     each = rows // chunks
-    return rnet.collect(data.split(each), store=Disk(path / "wide", chunk_bytes=each))
+    rnet.collect(data.split(each), store=Disk(path / "wide", chunk_bytes=each))
+    # Opened, so that headers have been read.
+    return open_recording(path / "wide")
 
 
 @pytest.mark.parametrize(
