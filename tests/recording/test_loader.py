@@ -437,7 +437,8 @@ def test_each_block_is_verified_once_an_epoch(tmp_path, monkeypatch, features):
         seen.clear()
         rows = torch.cat(list(loader))[:, 0]
         assert sorted(rows.tolist()) == list(range(2048))
-        assert sorted(seen) == sorted(blocks)
+        # Headers are read again with each epoch.
+        assert sorted(size for size in seen if size > 4096) == sorted(blocks)
 
 
 def test_memory_is_bounded_by_the_buffer(tmp_path, monkeypatch):
