@@ -264,18 +264,13 @@ class ReducingIntake(LayerIntake):
     @torch.no_grad()
     def receive(self, activation: Any) -> None:
         """Hand an activation to the reductions, or a copy of it later."""
-        kept = self._transformed(activation)
-        rows = self.current.rows
-        if rows.are_whole_batch:
-            # A layer that does not even seem to count samples, such as embeddings of positions, may
-            # count as it likes: its summary, or the digests that a comparison leaves out, is meant.
-            seems_to_count = kept.shape[:1] == rows.shape
-            if self.transform is None and seems_to_count and rows.is_chance(self.layer):
-                self._check_rows(kept)
-        else:
+        kept, is_whole = self._transformed(activation), self.current.rows.are_whole_batch
+        # What a transform gives of whole batches may count as it likes: it is meant.
+        if self.transform is None or not is_whole:
             self._check_rows(kept)
+        if not is_whole:
             self._check_boundary()
-            kept = rows.choose(kept)
+            kept = self.current.rows.choose(kept)
         if self.waits:
             self._waiting = kept.clone()
         else:

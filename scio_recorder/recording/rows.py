@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -66,10 +66,8 @@ class BatchRows:
     are_scalars_doubtful: bool = False
     other_half: str | None = None
     has_others: bool = False
-    _indices: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @classmethod
-    @lru_cache(maxsize=16)  # most batches have the length of the one before
     def of_samples(cls, number: int, labelled: tuple[int] | None = None) -> BatchRows:
         """Return the rows of a batch of this many samples, in which each sample is a row."""
         return cls(("batch",), (number,), number, labelled=labelled)
@@ -105,7 +103,7 @@ class BatchRows:
         lines = torch.arange(math.prod(self.shape), device="cpu")
         index = (lines if self.index is None else self.index)[first:stop]
         columns = {name: column[first:stop] for name, column in self.columns.items()}
-        return replace(self, index=index, columns=columns, _indices={})
+        return replace(self, index=index, columns=columns)
 
     def check(
         self, layer: Layer, values: Tensor, *, is_transformed: bool, is_known: bool = False
@@ -123,68 +121,63 @@ class BatchRows:
         is_known : bool, default False
             Whether an earlier batch, of other lengths, has left no doubt.
         """
-        shape, number = tuple(values.shape), len(self.shape)
-        is_map = number == 2 and shape[2:] == (self.shape[1],) * 2
-        fits = shape[:number] == self.shape
-        is_doubtful = not is_known and self._is_doubtful(layer)
-        if fits and (is_transformed or not (is_map or is_doubtful or self.is_chance(layer))):
+        shape = tuple(values.shape)
+        fits = shape[: len(self.shape)] == self.shape
+        doubt = self._doubt(layer, shape, is_known=is_known)
+        if fits and (is_transformed or not doubt):
             return
-        gave = f"layer {layer} gave a tensor of shape {shape}"
-        if fits and self.other_half in layer.name.split("."):
-            raise CollectError(
-                f"{gave}, and belongs to the {self.other_half}, which has as many positions as "
-                "mask=, but different ones: record it with the mask of its half"
-            )
+        gave = f"layer {layer} gave a tensor of shape {shape}{doubt}"
         if self.are_samples:
-            was = f" (at labelling {layer.output_shape}, for {self.labelled})" if fits else ""
             raise CollectError(
-                f"{gave}{was} for a batch of {counted(self.num_samples, 'sample')}, as its first "
+                f"{gave} for a batch of {counted(self.num_samples, 'sample')}, as its first "
                 "input or sample_ids= says, and dimension 0 must count them, as in "
-                f"{(self.num_samples, *shape[1:])}: rearrange it with transform=, or let "
-                "sample_ids= give one id for each sample of the batch"
-            )
-        if fits and not is_map and (is_doubtful or shape == layer.output_shape):
-            raise CollectError(
-                f"{gave}, as at labelling ({layer.output_shape}), and other dimensions have these "
-                "lengths too, so that they may fit by chance: label the net with inputs of other "
-                f'lengths; or, if it is [{", ".join(self.dims)}, ...], write transform={{"'
-                f'{layer.label}": lambda activation, batch: activation}}; otherwise leave the '
-                "layer out"
+                f"{(self.num_samples, *shape[1:])}: rearrange it with transform=, leave the layer "
+                "out, or let sample_ids= give one id for each sample of the batch"
             )
         wanted = ", ".join([*map(str, self.shape), "..."])
-        looks = ""
-        if is_map:
-            looks = ", which looks like an attention map [batch, heads, positions, positions]"
-        elif fits:
-            looks = f" (at labelling {layer.output_shape}), which fits by chance"
         raise CollectError(
-            f"{gave}{looks}, but rows= needs [{', '.join(self.dims)}, ...], here "
-            f'({wanted}): convert it with transform={{"{layer.label}": lambda activation, '
-            "batch: ...}, or leave the layer out"
+            f"{gave}, but rows= needs [{', '.join(self.dims)}, ...], here ({wanted}): convert it "
+            f'with transform={{"{layer.label}": lambda activation, batch: ...}}, whose result is '
+            "believed, or leave the layer out"
         )
 
-    def is_chance(self, layer: Layer) -> bool:
-        """Whether dimensions have these lengths by chance, as the layer's name or shape shows."""
-        if self.other_half in layer.name.split("."):
-            return True
-        was, labelled = layer.output_shape, self.labelled
-        is_shape = isinstance(was, tuple) and all(isinstance(length, int) for length in was)
-        if labelled is None or not is_shape:
-            return False
-        is_scalar = was == labelled == self.shape
-        return was[: len(labelled)] != labelled or (is_scalar and self.are_scalars_doubtful)
+    def _doubt(self, layer: Layer, shape: tuple[int, ...], *, is_known: bool) -> str:
+        """Return why lengths that fit may fit by chance, as words behind them; empty if they don't.
 
-    def _is_doubtful(self, layer: Layer) -> bool:
+        Labelling shows what dimensions mean, unless lengths were the same by chance there too.
+        """
+        was, labelled, number = layer.output_shape, self.labelled, len(self.shape)
+        if number == 2 and shape[2:] == (self.shape[1],) * 2:
+            return ", which looks like an attention map [batch, heads, positions, positions]"
+        if shape[:number] != self.shape:
+            return ""
+        if self.other_half in layer.name.split("."):
+            return (
+                f", and belongs to the {self.other_half}, which has as many positions as mask=, "
+                "but different ones (record it with the mask of its half)"
+            )
+        is_shape = isinstance(was, tuple) and all(isinstance(length, int) for length in was)
+        if not is_shape:
+            return ""
+        if labelled is not None and was[:number] != labelled:
+            return f" (at labelling {was}, for {labelled}), which fits by chance"
+        is_scalar = was == labelled == self.shape
+        if (is_scalar and self.are_scalars_doubtful) or (not is_known and self._is_doubtful(was)):
+            return (
+                f", as at labelling ({was}), where other dimensions have these lengths too, so "
+                "that they may fit by chance (label the net with inputs of other lengths)"
+            )
+        return ""
+
+    def _is_doubtful(self, was: tuple[int, ...]) -> bool:
         """Whether lengths, as at labelling, don't distinguish positions from other dimensions.
 
         A layer may return ``[positions, batch, ...]``, ``[batch, heads, positions, ...]`` or
         ``[batch, queries, ...]``; an image may have as many patches as a text has tokens, and an
         encoder as many positions as a decoder.
         """
-        was, labelled = layer.output_shape, self.labelled or self.shape
-        if self.dims != ("batch", "positions") or self.shape[1] < 2 or not isinstance(was, tuple):
-            return False
-        if was[:2] != labelled:
+        labelled = self.labelled or self.shape
+        if len(self.shape) < 2 or self.shape[1] < 2 or was[:2] != labelled:
             return False
         are_squares = self.shape[0] == self.shape[1] and labelled[0] == labelled[1]
         others = self.has_others or self.other_half or labelled[1] in was[2:]
@@ -193,7 +186,7 @@ class BatchRows:
     def choose(self, values: Tensor) -> Tensor:
         """Return the rows, [rows, ...], of a layer's values."""
         lines = values.flatten(0, len(self.shape) - 1)
-        return lines if self.index is None else lines.index_select(0, self._on(lines.device))
+        return lines if self.index is None else lines.index_select(0, self._index_beside(lines))
 
     def choose_into(self, place: Tensor, values: Tensor) -> None:
         """Write the rows of a layer's values to their place, if possible without another copy.
@@ -209,7 +202,7 @@ class BatchRows:
             place.copy_(self.choose(values), True)  # does not wait for a GPU
             return
         lines = values.flatten(0, len(self.shape) - 1)
-        torch.index_select(lines, 0, self._on(lines.device), out=place)
+        torch.index_select(lines, 0, self._index_beside(lines), out=place)
 
     def labels(self, given: Any) -> list[Any]:
         """Return the label of each row, given those of a batch.
@@ -249,11 +242,9 @@ class BatchRows:
         places = range(math.prod(self.shape)) if self.index is None else self.index.tolist()
         return [values[place // lines] for place in places]
 
-    def _on(self, device: torch.device) -> Tensor:
+    def _index_beside(self, lines: Tensor) -> Tensor:
         assert self.index is not None
-        if device not in self._indices:
-            self._indices[device] = self.index.to(device, non_blocking=True)
-        return self._indices[device]
+        return self.index.to(lines.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
