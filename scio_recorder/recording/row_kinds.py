@@ -104,13 +104,9 @@ class Tokens(Rows):
             owners = owners.where(mask, -1)
         fields = self._pairs() if self.fields is not None else _default_fields(source, name, shape)
         rows = self._rows(source, dims, shape, owners, number, fields)
-        given = source.tensors.get(name)
-        # Scalars give scalars, but layers make features of ids.
-        are_features = given is not None and not (given.ndim == 2 and given.is_floating_point())
         return replace(
             rows,
             labelled=source.labelled_as(name, 2),
-            are_scalars_doubtful=are_features,
             other_half=self._other_half(source, shape),
             has_others=_has_others(source, shape),
         )

@@ -48,8 +48,6 @@ class BatchRows:
         The number of real lines of each sample, kept or not.
     labelled : tuple of int or None
         The lengths of the leading dimensions at labelling, if known.
-    are_scalars_doubtful : bool
-        Whether a vector that seems to have a number for each line is more likely one of features.
     other_half : str, optional
         The half of the net, "encoder" or "decoder", that may have as many lines of its own.
     has_others : bool
@@ -63,7 +61,6 @@ class BatchRows:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     lengths: Tensor = field(default_factory=partial(torch.empty, 0))
     labelled: tuple[int, ...] | None = None
-    are_scalars_doubtful: bool = False
     other_half: str | None = None
     has_others: bool = False
 
@@ -161,8 +158,7 @@ class BatchRows:
             return ""
         if labelled is not None and was[:number] != labelled:
             return f" (at labelling {was}, for {labelled}), which fits by chance"
-        is_scalar = was == labelled == self.shape
-        if (is_scalar and self.are_scalars_doubtful) or (not is_known and self._is_doubtful(was)):
+        if not is_known and self._is_doubtful(was):
             return (
                 f", as at labelling ({was}), where other dimensions have these lengths too, so "
                 "that they may fit by chance (label the net with inputs of other lengths)"
@@ -172,15 +168,16 @@ class BatchRows:
     def _is_doubtful(self, was: tuple[int, ...]) -> bool:
         """Whether lengths, as at labelling, don't distinguish positions from other dimensions.
 
-        A layer may return ``[positions, batch, ...]``, ``[batch, heads, positions, ...]`` or
-        ``[batch, queries, ...]``; an image may have as many patches as a text has tokens, and an
-        encoder as many positions as a decoder.
+        A layer may return ``[positions, batch, ...]``, ``[batch, heads, positions, ...]``,
+        ``[batch, queries, ...]`` or ``[batch, features]``; an image may have as many patches as a
+        text has tokens, and an encoder as many positions as a decoder.
         """
         labelled = self.labelled or self.shape
         if len(self.shape) < 2 or self.shape[1] < 2 or was[:2] != labelled:
             return False
         are_squares = self.shape[0] == self.shape[1] and labelled[0] == labelled[1]
-        others = self.has_others or self.other_half or labelled[1] in was[2:]
+        has_same = labelled[1] in was[2:] or was == self.shape
+        others = self.has_others or self.other_half or has_same
         return are_squares or (bool(others) and self.shape[1] == labelled[1])
 
     def choose(self, values: Tensor) -> Tensor:
@@ -224,23 +221,20 @@ class BatchRows:
         """
         values = given.tolist() if hasattr(given, "tolist") else list(given)
         lengths = {len(value) for value in values if isinstance(value, list | tuple)}
-        if lengths and (len(values), *lengths) == self.shape:
-            return self._picked(list(chain.from_iterable(values)), 1)
-        if not lengths and len(values) == self.shape[0]:
-            return self._picked(values, math.prod(self.shape[1:]))
-        if not lengths and len(values) == self.num_samples:
-            return [values[sample] for sample in self.columns["sample"].tolist()]
         found = (len(values), *lengths)
-        raise CollectError(
-            f"by= returned labels of shape {found} for a batch of {self.num_samples} samples: "
-            f"return one label for each of the {self.shape[0]} entries of dimension 0, or labels "
-            f"of shape {self.shape}"
-        )
-
-    def _picked(self, values: list[Any], lines: int) -> list[Any]:
-        """Return the value of each row's line, if each value stands for this many lines."""
-        places = range(math.prod(self.shape)) if self.index is None else self.index.tolist()
-        return [values[place // lines] for place in places]
+        if found == self.shape and lengths:
+            of_lines = list(chain.from_iterable(values))
+        elif found == self.shape[:1]:
+            of_lines = [value for value in values for _ in range(math.prod(self.shape[1:]))]
+        elif found == (self.num_samples,):
+            return [values[sample] for sample in self.columns["sample"].tolist()]
+        else:
+            raise CollectError(
+                f"by= returned labels of shape {found} for a batch of {self.num_samples} samples: "
+                f"return one label for each of the {self.shape[0]} entries of dimension 0, or "
+                f"labels of shape {self.shape}"
+            )
+        return of_lines if self.index is None else [of_lines[line] for line in self.index.tolist()]
 
     def _index_beside(self, lines: Tensor) -> Tensor:
         assert self.index is not None

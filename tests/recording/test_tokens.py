@@ -322,7 +322,7 @@ def test_wrappers_that_hand_on_what_they_are_given():
 
 
 def test_scalars_that_go_in_come_out():
-    rnet = Recorder(nn.ReLU(), input_size=(2, 5))
+    rnet = Recorder(nn.ReLU(), input_size=(2, 4))
     rnet.record("0-1")
     x = torch.randn(2, 5)
     recording = rnet.collect([x], rows=Tokens(mask=lambda batch: batch > 0))
