@@ -27,7 +27,7 @@ from scio_recorder.recording.advice import (
 )
 from scio_recorder.recording.continuing import Continuing
 from scio_recorder.recording.feed import Feed
-from scio_recorder.recording.intake import Intakes
+from scio_recorder.recording.intake import CurrentBatch, Intakes
 from scio_recorder.recording.options import CollectOptions, LayerOptions
 from scio_recorder.recording.recording import Recording
 from scio_recorder.recording.resuming import Durable, check_ids_of_all
@@ -73,6 +73,8 @@ class Collection:
         self._has: dict[str, bool] = {}
         # The number of samples at labelling, if known.
         self._labelled: tuple[int] | None = None
+        # Whether the current batch is taken, and the number of its rows without repeats.
+        self._is_taken, self._num_own_rows = True, 0
 
     def open(self) -> None:
         """Open the store, and make what receives the outputs of layers."""
@@ -144,29 +146,29 @@ class Collection:
     def begin(self, batch: Any, inputs: Inputs, *, is_taken: bool = True) -> bool:
         """Go on to a batch, and return whether it is to be taken and is not durable already."""
         self._check_trusted()
-        current, feed, durable = self._intakes.current, self.feed, self._durable
+        feed, durable = self.feed, self._durable
         rows = self._rows_of(batch, inputs, is_taken)
-        current.is_taken = is_taken and (self._continuing is None or self._continuing.is_taken)
+        self._is_taken = is_taken and (self._continuing is None or self._continuing.is_taken)
         ids: Ids = ()
         number = skip = 0
         # Given ids need no running index, and continued samples have theirs.
-        if (current.is_taken or feed.is_numbering) and (rows is None or rows.num_samples):
+        if (self._is_taken or feed.is_numbering) and (rows is None or rows.num_samples):
             if rows is None and feed.number == 0 and self.asked.sample_ids is None:
                 shape = self.layers.architecture[0, 1].input_shape
                 self._labelled = refuse_sample(self.capture.net, shape, inputs)
             ids, number = feed.ids(batch, inputs, None if rows is None else rows.num_samples)
-            if current.is_taken:
+            if self._is_taken:
                 skip = durable.num_to_skip(ids, by_batches=self.layers.with_inputs)
         rows = rows or BatchRows.of_samples(number, self._labelled)
-        if number > len(ids):
-            rows = rows.of_some(0, rows.num_samples - (number - len(ids)))
-        if rows.num_samples:
-            is_durable = number > 0 and skip == len(ids)
-        else:
-            # It continues durable samples, and is durable itself if its rows are.
-            is_durable = durable.holds_rows(rows.num_rows)
-        current.begin(batch, ids, rows, skip, self._writer.start, number - len(ids))
-        return current.is_taken and not (is_durable or durable.is_complete)
+        num_repeats = number - len(ids)
+        own = rows.of_some(0, rows.num_samples - num_repeats)
+        self._num_own_rows = own.num_rows
+        # It may continue durable samples: then it is durable itself if its rows are.
+        is_durable = skip == len(ids) if number else durable.holds_rows(own.num_rows)
+        kept, start = own.of_some(skip, own.num_samples), self._writer.start
+        is_part = bool(skip or num_repeats)
+        self._intakes.begin(CurrentBatch(batch, ids, kept, skip, is_part, start))
+        return self._is_taken and not (is_durable or durable.is_complete)
 
     def _rows_of(self, batch: Any, inputs: Inputs, is_taken: bool) -> BatchRows | None:
         """Return the rows of a batch; None if they are its samples."""
@@ -208,18 +210,18 @@ class Collection:
             The network's output, if others run the pass.
         """
         current, durable = self._intakes.current, self._durable
-        current.batch = None
+        self._intakes.begin(CurrentBatch())
         self.feed.num_samples += len(current.ids)
         if self._continuing is not None:
             self._continuing.count_pass(output)
-        if not current.is_taken:
+        if not self._is_taken:
             return 0, 0
         durable.samples_come += len(current.ids)
-        durable.rows_come += current.num_own_rows
+        durable.rows_come += self._num_own_rows
         if durable.is_complete and self.feed.num_batches is None:
             # There may be no end at which to check.
             durable.check(is_end=False)
-        return len(current.ids) - current.skip, current.num_rows * self._writer.row_bytes
+        return len(current.ids) - current.skip, current.rows.num_rows * self._writer.row_bytes
 
     def check_end(self) -> None:
         """Refuse the end of the data if fewer samples came than are durable."""

@@ -36,45 +36,16 @@ class CurrentBatch:
     batch: Any = None
     # The ids of its samples, without repeats.
     ids: Ids = ()
-    is_taken: bool = True
-    # The number of its rows that are no repeats.
-    num_own_rows: int = 0
     # The rows to keep.
     rows: BatchRows = field(default_factory=partial(BatchRows.of_samples, 0))
-    num_rows: int = 0
     # The number of samples at its beginning that are durable already.
     skip: int = 0
-    # The number of samples at its end that another process has, or this one had before.
-    num_repeats: int = 0
+    # Whether samples at one of its ends are not kept: durable ones, or repeats of a sampler.
+    is_part: bool = False
     # The row of the store at which its rows begin.
     start: int = 0
     # Whether a reduction may have received a part of it.
     is_reduced: bool = False
-
-    def begin(
-        self, batch: Any, ids: Ids, rows: BatchRows, skip: int, start: int, num_repeats: int
-    ) -> None:
-        """Go on to the next batch, whose samples at both ends may be left out."""
-        self.batch, self.ids = batch, ids
-        self.skip, self.num_repeats, self.start = skip, num_repeats, start
-        self.num_own_rows = rows.num_rows
-        self.rows = rows.of_some(skip, rows.num_samples) if skip else rows
-        self.num_rows = self.rows.num_rows if skip else self.num_own_rows
-        self.is_reduced = False
-
-    @property
-    def why_in_part(self) -> str:
-        """Advice about a batch whose samples are not all kept, as the end of a sentence."""
-        number = self.rows.num_samples
-        if self.skip:
-            return (
-                f"and the first {self.skip} of its {number} samples are durable already: give "
-                "the earlier batch size, or one that divides it"
-            )
-        return (
-            f"and the last {self.num_repeats} of its {number} samples are repeats that the "
-            "sampler added: give it drop_last=True"
-        )
 
 
 @dataclass
@@ -83,19 +54,15 @@ class LayerIntake:
 
     layer: Layer
     transform: Transform | None
-    current: CurrentBatch
-
-    def __post_init__(self) -> None:
-        # Whether the lengths of some batch have shown what the layer's dimensions mean.
-        self._is_known = False
+    current: CurrentBatch = field(default_factory=CurrentBatch, init=False)
+    # Whether the lengths of some batch have shown what the layer's dimensions mean.
+    is_known: bool = field(default=False, init=False)
 
     def _check_rows(self, kept: Tensor) -> None:
         """Refuse a tensor whose leading dimensions are not those of the batch."""
-        is_transformed = self.transform is not None
-        self.current.rows.check(
-            self.layer, kept, is_transformed=is_transformed, is_known=self._is_known
-        )
-        self._is_known = True
+        is_meant, rows = self.transform is not None, self.current.rows
+        rows.check(self.layer, kept, is_transformed=is_meant, is_known=self.is_known)
+        self.is_known = True
 
     def _transformed(self, activation: Any) -> Tensor:
         """Return the tensor to keep: the layer's output, or the result of the transform."""
@@ -199,7 +166,7 @@ class StoringIntake(LayerIntake):
         current, rows = self.current, self.current.rows
         try:
             column = self._column or self._open(rows.choose(kept))
-            place = column.place(current.start, current.num_rows)
+            place = column.place(current.start, rows.num_rows)
         except NoRoomError as error:
             raise CollectError(self._no_room(error)) from error
         rows.choose_into(place, kept)
@@ -268,8 +235,9 @@ class ReducingIntake(LayerIntake):
         # What a transform gives of whole batches may count as it likes: it is meant.
         if self.transform is None or not is_whole:
             self._check_rows(kept)
+        if self.current.is_part:
+            self._check_part()
         if not is_whole:
-            self._check_boundary()
             kept = self.current.rows.choose(kept)
         if self.waits:
             self._waiting = kept.clone()
@@ -303,16 +271,15 @@ class ReducingIntake(LayerIntake):
             except Exception as error:
                 raise raised_by(f"{reduction!r} of layer {self.layer}", error) from error
 
-    def _check_boundary(self) -> None:
+    def _check_part(self) -> None:
         """Refuse a batch that counts in part, if a reduction would read all of it."""
-        current = self.current
-        for reduction in self.reductions if current.skip or current.num_repeats else ():
+        for reduction in self.reductions:
             # Reductions of this library can leave rows out.
-            can_leave_out = not (current.skip and current.rows.are_samples)
-            is_ours = isinstance(reduction, SampleReduction)
-            if reduction.reads_batch and not (is_ours and can_leave_out):
+            if reduction.reads_batch and not isinstance(reduction, SampleReduction):
                 raise CollectError(
-                    f"{reduction!r} of layer {self.layer} reads the batch, {current.why_in_part}"
+                    f"{reduction!r} of layer {self.layer} reads the batch, of which some samples "
+                    "don't count: they are durable already (give the earlier batch size, or one "
+                    "that divides it), or a sampler has repeated them (give it drop_last=True)"
                 )
 
 
@@ -341,23 +308,24 @@ class Intakes:
         waits: bool,
     ) -> None:
         self._layers, self._writer = layers, writer
-        self.current = CurrentBatch()
         # What is kept about each row, if a row is not a sample; the first batch has all names.
         self._columns: dict[str, Column] = {}
         self._column_names: list[str] = []
+        self._intakes: dict[DepthIdx, StoringIntake | ReducingIntake] = {}
         self.storing: dict[DepthIdx, StoringIntake] = {}
         self._reducing: dict[DepthIdx, ReducingIntake] = {}
         for label in layers.recording:
             given = layers.transforms.get(label)
             transform = None if given is None else partial(run_aside, given)
-            shared = layers.architecture[label], transform, self.current
+            shared = layers.architecture[label], transform
             if label in layers.reductions:
                 reductions = several(layers.reductions[label])
                 self._reducing[label] = ReducingIntake(*shared, reductions, waits)
             else:
                 self.storing[label] = StoringIntake(*shared, writer, layers.asked.dtype)
-        intakes: dict[DepthIdx, StoringIntake | ReducingIntake] = {**self.storing, **self._reducing}
-        self.receivers = {label: intake.receive for label, intake in intakes.items()}
+        self._intakes = {**self.storing, **self._reducing}
+        self.receivers = {label: intake.receive for label, intake in self._intakes.items()}
+        self.begin(CurrentBatch())
         # Kept calls of the current pass, if inputs are kept, and digests of weights.
         self._calls: dict[DepthIdx, dict[str, Any]] = {}
         self._weights = Weights()
@@ -370,6 +338,12 @@ class Intakes:
         self.holds_failed_pass = False
         if writer.state is not None:
             self._restore(writer.state)
+
+    def begin(self, current: CurrentBatch) -> None:
+        """Go on to a batch."""
+        self.current = current
+        for intake in self._intakes.values():
+            intake.current = current
 
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> dict[str, Any]:
         """Copy the inputs that a module is about to receive, and the state in which it will run."""
@@ -440,7 +414,7 @@ class Intakes:
                     f"the field {name!r} is {values.dtype} after {column.spec.dtype}: convert it "
                     "with fields={...: lambda batch: ...}"
                 )
-            column.place(current.start, current.num_rows).copy_(values)
+            column.place(current.start, len(values)).copy_(values)
 
     def _commit(self, state: Callable[[], State]) -> None:
         """Count the pass, which has succeeded."""
@@ -450,7 +424,7 @@ class Intakes:
             for storing in self.storing.values():
                 storing.count_pass()
         calls = {text_of(label): call for label, call in sorted(self._calls.items())}
-        rows = None if current.rows.are_samples else current.num_rows
+        rows = None if current.rows.are_samples else current.rows.num_rows
         self.holds_failed_pass = True
         try:
             self._writer.commit(current.ids[current.skip :], state, calls, rows=rows)
@@ -460,7 +434,7 @@ class Intakes:
 
     def drop(self) -> None:
         """Drop the batch, which has failed: it may come again."""
-        self.current.batch, self.current.ids = None, ()
+        self.begin(CurrentBatch())
         for intake in self._reducing.values():
             intake.drop()
 
