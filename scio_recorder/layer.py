@@ -253,7 +253,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending * (number != 1)}"
 
 
-def few(items: Sequence[_T], most: int, said: Callable[[_T], str] = str) -> str:
+def few(items: Sequence[_T], most: int, show: Callable[[_T], str] = str) -> str:
     """Return the first of some items as text, and the number of the others.
 
     Examples
@@ -262,7 +262,7 @@ def few(items: Sequence[_T], most: int, said: Callable[[_T], str] = str) -> str:
     ('fc1, relu and 1 more', "'fc1'")
     """
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
-    return ", ".join(map(said, items[:most])) + more
+    return ", ".join(map(show, items[:most])) + more
 
 
 def text_of(label: DepthIdx) -> str:

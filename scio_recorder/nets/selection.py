@@ -143,11 +143,11 @@ def select_modules(architecture: Architecture, selectors: Sequence[object]) -> t
     >>> select(architecture, ["0"]), select_modules(architecture, ["0"])
     (((1, 1), (1, 2)), ((1, 1),))
     """
-    calls: dict[int, list[Layer]] = {}
+    # Rows stand in the order in which calls start.
+    first: dict[int, DepthIdx] = {}
     for row in architecture.values():
         if row.executed:
-            calls.setdefault(id(row.module), []).append(row)
-    first = {key: min(rows, key=operator.attrgetter("call")) for key, rows in calls.items()}
+            first.setdefault(id(row.module), row.label)
     chosen = select(architecture, selectors)
     for selector in selectors:
         label = label_of(selector)
@@ -157,7 +157,7 @@ def select_modules(architecture: Architecture, selectors: Sequence[object]) -> t
                 f'calls="any" all calls are one entry: write {architecture[label].name!r}'
             )
     rows = (first[id(architecture[label].module)] for label in chosen)
-    return tuple(sorted({(row.depth, row.index) for row in rows}))
+    return tuple(sorted({(depth, index) for depth, index in rows}))
 
 
 def did_not_run(

@@ -24,8 +24,8 @@ which says nothing. So these calls are observed during a pass, and each operatio
 is followed. An operation on elements keeps the sharded dimension, and so does the product of a
 whole matrix and one whose columns are sharded: libraries take the local part of a weight, and not
 of an output. The result of a collective operation is not a shard. For all other results the sharded
-dimension is unknown. Tensors are identified by their place in memory, since autograd replaces views
-by others.
+dimension is unknown. Tensors are identified by their layout in memory, since autograd replaces
+views by others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -54,9 +54,15 @@ _SAME = ("clone", "detach", "alias", "_to_copy", "copy_", "native_dropout")
 _VIEWS = ("view", "_unsafe_view")
 # Their last two arguments are matrices.
 _PRODUCTS = ("mm", "addmm")
-# The key of a tensor in a storage: where it begins, its lengths, and its strides.
-_Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 _UNKNOWN = Shard(None, None, 0)
+
+
+class _Layout(NamedTuple):
+    """Which numbers of a storage a tensor has."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 def is_sharded(net: nn.Module) -> bool:
@@ -215,7 +221,7 @@ class Following:
         self._net = net
         self.returned: dict[nn.Module, list[Shard | None]] = {}
         self.num_sharing = 1
-        self._known: dict[int, dict[_Place, Shard]] = {}
+        self._known: dict[int, dict[_Layout, Shard]] = {}
         # Results that wait for a collective are identified by id, so they must stay alive
         # meanwhile.
         self._waiting: list[Tensor] = []
@@ -272,8 +278,8 @@ class Following:
     def _find(self, tensor: Tensor) -> Shard | None:
         if is_dtensor(tensor):
             return None
-        places = self._known.get(private.memory_of(tensor))
-        return places.get(_place(tensor), _UNKNOWN) if places else None
+        shards = self._known.get(private.memory_of(tensor))
+        return shards.get(_layout_of(tensor), _UNKNOWN) if shards else None
 
     def _note(self, tensor: Tensor, shard: Shard | None) -> None:
         memory = private.memory_of(tensor)
@@ -281,13 +287,13 @@ class Following:
             # Earlier knowledge about this memory was about a tensor that is gone.
             self._known.pop(memory, None)
         else:
-            self._known.setdefault(memory, {})[_place(tensor)] = shard
+            self._known.setdefault(memory, {})[_layout_of(tensor)] = shard
 
 
-def _place(tensor: Tensor) -> _Place:
+def _layout_of(tensor: Tensor) -> _Layout:
     if tensor.layout is not torch.strided or tensor.is_nested:
-        return 0, (), ()
-    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+        return _Layout(0, (), ())
+    return _Layout(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def _shard_of(tensor: Any) -> Shard | None:

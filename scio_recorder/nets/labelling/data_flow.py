@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.errors import FlowError, UnsupportedTorchError
-from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.hookable import hooked
 from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet
 from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.nets.state.untouched import separate_copy
@@ -64,8 +64,12 @@ _MASKS = (torch.bool, torch.uint8)
 _INTEGERS = (0, 100, 1, -1, 2, 3, 4, 5, 6, 7)
 _REALS = (0.0, 1e6, -1e6, 0.5, 1.0, 2.5, 3.0, 4.0)
 
-# A line of code: the name of its file, and its number.
-_Place: TypeAlias = tuple[str, int]
+
+class _CodeLine(NamedTuple):
+    """A line of code."""
+
+    file: str
+    number: int
 
 
 class Question(NamedTuple):
@@ -76,7 +80,7 @@ class Question(NamedTuple):
     """
 
     choices: Sequence[Any]
-    stack: tuple[_Place, ...]
+    stack: tuple[_CodeLine, ...]
     step: int
     is_size: bool
 
@@ -89,7 +93,7 @@ class _Step(NamedTuple):
     tensors: tuple[tuple[int, int], ...]
     # Its other arguments.
     others: tuple[str, ...]
-    place: _Place
+    line: _CodeLine
 
 
 class Flow(TorchFunctionMode):
@@ -126,6 +130,7 @@ class Flow(TorchFunctionMode):
         self.steps: list[_Step] = []
         self.failed = False
         self._net, self._at, self._choice, self._max_steps = net, at, choice, max_steps
+        self._numbers = {id(module): number for number, module in enumerate(net.modules())}
         # For each tensor, the step that made it, and whether it depends on the data.
         self._origins = WeakTensorKeyDictionary()
         self._data = WeakTensorKeyDictionary()
@@ -139,11 +144,7 @@ class Flow(TorchFunctionMode):
         """Follow the operations of this thread inside the block."""
         try:
             with contextlib.ExitStack() as stack:
-                for number, module in enumerate(self._net.modules()):
-                    if takes_hooks(module):
-                        hook = self._hook(number)
-                        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-                        stack.callback(handle.remove)
+                stack.enter_context(hooked(self._net, before=self._enter))
                 self._is_followed = True
                 stack.enter_context(private.operations_made_by(self._call_operation))
                 stack.enter_context(self)
@@ -175,10 +176,10 @@ class Flow(TorchFunctionMode):
         compared = 3 if is_flag else 2
         return [step[:compared] for step in self.steps] != [step[:compared] for step in other.steps]
 
-    def place_of(self, question: Question) -> _Place:
+    def line_of(self, question: Question) -> _CodeLine:
         """Return where a question was asked, or where a tensor of the size in question is used."""
         users = (
-            step.place
+            step.line
             for step in self.steps[question.step :]
             if question.is_size and question.step in dict(step.tensors)
         )
@@ -204,13 +205,11 @@ class Flow(TorchFunctionMode):
             self._mark(given[:1] if result is None else made)
         return result
 
-    def _hook(self, number: int) -> Any:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = self._note(number, args, kwargs)
-            if module is self._net:
-                self._mark(given)
-
-        return note
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A copy that the net makes of a module shares its hooks.
+        given = self._note(self._numbers.get(id(module), -1), args, kwargs)
+        if module is self._net:
+            self._mark(given)
 
     def _mark(self, tensors: list[Tensor]) -> None:
         """Note that these tensors depend on the data."""
@@ -232,7 +231,7 @@ class Flow(TorchFunctionMode):
                 self._origins[tensor] = (0, self._foreign)
         origins = tuple(self._origins[tensor] for tensor in tensors)
         others = tuple(_shown(part) for part in parts if not isinstance(part, Tensor))
-        self.steps.append(_Step(called, origins, others, next(_places())))
+        self.steps.append(_Step(called, origins, others, next(_lines_on_stack())))
         return tensors
 
     def _call_operation(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -264,7 +263,7 @@ class Flow(TorchFunctionMode):
     def _answer(self, choices: Sequence[Any], *, is_size: bool = False) -> Any:
         """Return the answer that the net gets."""
         index = len(self.questions)
-        self.questions.append(Question(choices, tuple(_places()), len(self.steps), is_size))
+        self.questions.append(Question(choices, tuple(_lines_on_stack()), len(self.steps), is_size))
         return choices[self._choice if index == self._at else 0]
 
     def _calls(self) -> list[int]:
@@ -319,15 +318,16 @@ def check_static_flow(
 
     try:
         with quiet():
-            place = _deciding_place(run)
+            decides = _deciding_line(run)
     except UnsupportedTorchError:
         raise
     except (NotSeparateError, Exception):
         return
-    if place is not None:
-        line = linecache.getline(*place).strip()
+    if decides is not None:
+        line = linecache.getline(*decides).strip()
+        where = f"{decides.file}:{decides.number}"
         raise FlowError(
-            f"the control flow of {type(net).__name__} depends on the data at {place[0]}:{place[1]}"
+            f"the control flow of {type(net).__name__} depends on the data at {where}"
             + (f" ({line})" if line else "")
             + ": on other data other layers may run, and labels would mean other layers. If the "
             "layers that you record run whatever the data, write force_static_flow=False; every "
@@ -335,7 +335,7 @@ def check_static_flow(
         )
 
 
-def _deciding_place(run: Callable[..., Flow]) -> _Place | None:
+def _deciding_line(run: Callable[..., Flow]) -> _CodeLine | None:
     """Return where an answer decides what runs; None if none does."""
     base = run()
     # A line that asks in a loop does the same in each iteration.
@@ -354,7 +354,7 @@ def _deciding_place(run: Callable[..., Flow]) -> _Place | None:
         if base.differs(other, question):
             # A net that does something else in each pass gives no answer.
             is_repeatable = not base.differs(run(), None)
-            return base.place_of(question) if is_repeatable else None
+            return base.line_of(question) if is_repeatable else None
     return None
 
 
@@ -378,13 +378,13 @@ def _shown(part: Any) -> str:
     return repr(part) if isinstance(part, int | float | complex | str) else type(part).__name__
 
 
-def _places() -> Iterator[_Place]:
-    """Yield the net's places on the stack, the innermost first, without those inside torch."""
+def _lines_on_stack() -> Iterator[_CodeLine]:
+    """Yield the net's lines on the stack, the innermost first, without those inside torch."""
     for frame, line in traceback.walk_stack(None):
         name = frame.f_code.co_filename
         is_internal = name.startswith(_TORCH) and not name.startswith(_TORCH_MODULES)
         if not is_internal and name not in _OWN:
-            yield name, line
+            yield _CodeLine(name, line)
 
 
 # -- other answers ---------------------------------------------------------------------------------

@@ -170,25 +170,25 @@ class CallTrace:
         names = dict(net.named_modules(remove_duplicate=False))
         copies = twin.named_modules(remove_duplicate=False)
         self._originals = {id(module): names[name] for name, module in copies}
-        # The last place of each module in the network, under which torchinfo shows its calls.
-        self._places: dict[int, Row] = {}
+        # For each module, as the network holds it last: that is how torchinfo shows its calls.
+        self._uncalled: dict[int, Row] = {}
         waiting: list[tuple[str, nn.Module, int, Row | None]] = [(type(net).__name__, net, 0, None)]
         while waiting:
             name, module, depth, parent = waiting.pop()
-            place = self._places[id(module)] = Row(name, module, depth, parent)
+            around = self._uncalled[id(module)] = Row(name, module, depth, parent)
             if isinstance(module, engine.WRAPPER_MODULES):
                 # TorchScript takes no hooks.
                 self._add(module)
             children = [*module._modules.items()][::-1]
-            waiting += [(name, one, depth + 1, place) for name, one in children if one is not None]
+            waiting += [(name, one, depth + 1, around) for name, one in children if one is not None]
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Take the calls inside a block."""
         return hooked(self._twin, before=self._start, after=self._end, always=True)
 
     def _add(self, module: nn.Module) -> Row:
-        place = self._places[id(module)]
-        row = Row(place.var_name, module, place.depth, place.parent_info)
+        held = self._uncalled[id(module)]
+        row = Row(held.var_name, module, held.depth, held.parent_info)
         row.calculate_num_params()
         number = self._counts.get(id(module), 0)
         row.call, row.is_recursive = number, number > 0
