@@ -24,6 +24,8 @@ from scio_recorder.reductions.base import SampleReduction, several
 from scio_recorder.stores import Column, State, StoreWriter
 from scio_recorder.stores.buffers import NoRoomError
 from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.disk_format.medium import parsing
+from scio_recorder.stores.disk_format.tensor_file import expect
 from scio_recorder.stores.kept_inputs import KeptCall
 from scio_recorder.tensors.copies import gathered, is_dense
 from scio_recorder.tensors.digests import Weights, digest_of
@@ -337,7 +339,8 @@ class Intakes:
         # Whether reductions hold a part of a pass that failed, so that commits don't count.
         self.holds_failed_pass = False
         if writer.state is not None:
-            self._restore(writer.state)
+            with parsing("the state of the recording to go on with"):
+                self._restore(writer.state)
 
     def begin(self, current: CurrentBatch) -> None:
         """Go on to a batch."""
@@ -450,13 +453,14 @@ class Intakes:
 
     def _restore(self, state: State) -> None:
         # Recordings of versions without rows have none.
-        self._column_names = state.get("columns", [])
-        restore(self._layers.reductions, state["reductions"])
+        columns = expect(state, dict).get("columns", [])
+        self._column_names = [expect(name, str) for name in expect(columns, list)]
+        restore(self._layers.reductions, expect(state["reductions"], dict))
         for label, intake in self.storing.items():
-            sums = state["rounding"].get(text_of(label))
+            sums = expect(state["rounding"], dict).get(text_of(label))
             if sums is not None:
                 intake.rounds = True
-                intake.lost, intake.total = sums
+                intake.lost, intake.total = map(float, sums)
 
 
 def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:

@@ -32,8 +32,7 @@ def states_of(reductions: Mapping[DepthIdx, Reductions]) -> dict[str, Any]:
 def restore(reductions: Mapping[DepthIdx, Reductions], states: Mapping[str, Any]) -> None:
     """Load the states that `states_of` returned into reductions."""
     for label, given in reductions.items():
-        saved = several(states[text_of(label)])
-        for reduction, state in zip(several(given), saved, strict=True):
+        for reduction, state in zip(several(given), several(states[text_of(label)]), strict=True):
             reduction.load_state_dict(state)
 
 
@@ -52,9 +51,7 @@ def from_recipes(
             each = zip(recipes, patterns, *states, strict=True)
             return [_merged(recipe, own, where, one) for recipe, one, *own in each]
         return _merged(recipes, states, where, given)
-    except RecordingError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
         raise RecordingError(f"{where}: its reduction can't be restored: {error}") from error
 
 

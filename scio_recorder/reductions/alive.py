@@ -76,6 +76,8 @@ class Alive(RowReduction):
     """
 
     _state_names = ("_rows", "_active", "_at_bound", "_low", "_high")
+    _state_kinds = ("whole", "counts units", "counts units", "floats units", "floats units")
+    _may_be_empty = True
     _rows: int
     _active: Tensor
     _at_bound: Tensor
@@ -122,10 +124,6 @@ class Alive(RowReduction):
             self._take(other._rows, other._active, other._at_bound, other._low, other._high)
 
     def _result(self) -> AliveResult:
-        if self._rows is None:
-            raise CollectError(
-                f"{self!r} has seen only samples without positions, so it has no values."
-            )
         return AliveResult(
             self._rows,
             self._active.double() / self._rows,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import CollectError, raised_by
+from scio_recorder.errors import CollectError, RecordingError, raised_by
 from scio_recorder.layer import counted
 from scio_recorder.tensors.copies import DTYPES, dtype_name, gathered, is_dense, with_float64
 from scio_recorder.tensors.structures import map_tensors
@@ -273,13 +274,67 @@ def in_order(labels: Iterable[Label]) -> list[Label]:
     return sorted(labels, key=lambda label: (isinstance(label, str), label))
 
 
+# The dtypes of tensors in a state, by the first word of their kind.
+_DTYPES = {
+    "counts": {torch.int64},
+    "int64": {torch.int64},
+    "double": {torch.float64},
+    "wide": {torch.float64, torch.complex128},
+    "floats": {dtype for dtype in DTYPES.values() if dtype.is_floating_point},
+    "real": {dtype for dtype in DTYPES.values() if not dtype.is_complex},
+    "any": {*DTYPES.values()},
+}
+
+
+def is_of_kind(value: Any, kind: str, sizes: dict[str, int]) -> bool:
+    """Whether a part of a state is of a kind.
+
+    Parameters
+    ----------
+    value : any
+        The part.
+    kind : str
+        "whole" for an int from 0 on, "finite" for a float, "label", "list" and the kind of its
+        items, "anything", or the dtypes and sizes of a tensor, such as "double units 2". A word
+        stands for the same size everywhere, "_" for any size, and "..." for several of them.
+    sizes : dict
+        The sizes that words stand for, as far as known.
+
+    Examples
+    --------
+    >>> is_of_kind(torch.ones(3, 2), "floats rows 2", sizes := {}), sizes
+    (True, {'rows': 3})
+    """
+    what, *words = kind.split()
+    if what == "list":
+        items = value if isinstance(value, list) else []
+        return bool(items) and all(is_of_kind(one, " ".join(words), sizes) for one in items)
+    if what == "anything":
+        return True
+    if what == "label":
+        return isinstance(value, Label) and value == value
+    if what == "whole":
+        return type(value) is int and 0 <= value < 2**63
+    if what == "finite":
+        return type(value) is float and math.isfinite(value)
+    if not isinstance(value, Tensor) or value.dtype not in _DTYPES[what]:
+        return False
+    fit = (_is_size(*pair, sizes) for pair in zip(value.shape, words, strict=False))
+    has_shape = words == ["..."] or (len(words) == value.ndim and all(fit))
+    return has_shape and not (what == "counts" and bool((value < 0).any()))
+
+
+def _is_size(size: int, word: str, sizes: dict[str, int]) -> bool:
+    return word == "_" or size == (int(word) if word.isdigit() else sizes.setdefault(word, size))
+
+
 class SampleReduction(Reduction):
     """A reduction over the samples of dimension 0, class by class with ``by``.
 
-    Subclasses set `_options`, name the attributes that make up their state, and write `_add`,
-    `_join` and `_result`; everything else is here. Such an attribute is None until the first
-    samples, and with ``by`` (then each class has a member of its own). Its annotation leaves None
-    out, since `_result` is only called after samples.
+    Subclasses set `_options`, name the attributes that make up their state, say what these are like
+    in `_state_kinds`, and write `_add`, `_join` and `_result`; everything else is here. Such an
+    attribute is None until the first samples, and with ``by`` (then each class has a member of its
+    own). Its annotation leaves None out, since `_result` is only called after samples.
     """
 
     # Arguments of the constructor besides ``by``: functions, and plain values that can be stored.
@@ -287,6 +342,11 @@ class SampleReduction(Reduction):
     _options: Mapping[str, Any] = MappingProxyType({})
 
     _state_names: ClassVar[tuple[str, ...]]
+    # For `is_of_kind`: "sample" is the shape of a sample, "units" its features or positions. A part
+    # of a kind with a "?" may be missing.
+    _state_kinds: tuple[str, ...]
+    # Whether samples without positions leave no state.
+    _may_be_empty: ClassVar[bool] = False
     _takes_complex: ClassVar[bool] = False
     # Whether samples of any shape may follow each other, since they are not combined.
     _takes_any_shape: ClassVar[bool] = False
@@ -386,6 +446,10 @@ class SampleReduction(Reduction):
             )
         with self._undisturbed():
             self._add_waiting()
+            if self._is_empty:
+                raise CollectError(
+                    f"{self!r} has seen only samples without positions, so it has no values."
+                )
             return self._result() if self._by is None else self._labelled_result()
 
     def reset(self) -> None:
@@ -418,22 +482,23 @@ class SampleReduction(Reduction):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of a reduction of the same construction."""
-        if state.get("construction") != self.recipe:
-            raise CollectError(
-                f"A state of {state.get('construction')} can't be loaded into {self!r}, which is "
-                f"{self.recipe}; construct the reduction with the arguments that it had when the "
-                "state was written."
-            )
-        with undisturbed("cpu"):
+        try:
+            if state["construction"] != self.recipe:
+                raise CollectError(
+                    f"A state of {state['construction']} can't be loaded into {self!r}, which is "
+                    f"{self.recipe}; construct the reduction with the arguments that it had when "
+                    "the state was written."
+                )
+            with undisturbed("cpu"):
+                self._load(state)
+            if (part := self._odd_part()) is not None:
+                raise ValueError(f"its {part} can't be that of any data")
+        except CollectError:
+            raise
+        # Whoever wrote the state may have put anything in any place.
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             self.reset()
-            self._count = state["count"]
-            self._shape = tuple(state["shape"]) if "shape" in state else None
-            if "dtype" in state:
-                self._dtype = DTYPES[state["dtype"]]
-            names = [name for name in self._state_names if name.removeprefix("_") in state]
-            self._set_state({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
-            for member in state.get("classes", []):
-                self._member(member["label"]).load_state_dict(member["state"])
+            raise RecordingError(f"the state of {self!r} is damaged: {error!r:.200}") from error
 
     @property
     def reads_batch(self) -> bool:
@@ -472,6 +537,49 @@ class SampleReduction(Reduction):
 
     def _set_state(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.reset()
+        self._count = state["count"]
+        self._shape = tuple(state["shape"]) if "shape" in state else None
+        self._dtype = DTYPES.get(state.get("dtype", ""))  # type: ignore[assignment]  # as in reset
+        names = [name for name in self._state_names if name.removeprefix("_") in state]
+        self._set_state({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
+        for member in state.get("classes", []):
+            if not is_of_kind(member["label"], "label", {}):
+                raise TypeError(f"{member['label']!r} is no label")
+            self._member(member["label"]).load_state_dict(member["state"])
+
+    def _odd_part(self) -> str | None:
+        """Name a part of the state that no data give; None if there is none."""
+        dtype, shape, members = self._dtype, self._shape or (), self._members.values()
+        if not all(is_of_kind(size, "whole", {}) for size in (self._count, *shape)):
+            return "count or shape"
+        is_known = self._shape is not None and dtype is not None and dtype == working_dtype(dtype)
+        if self._count and not (is_known and dtype.is_complex <= self._takes_complex):
+            return "shape or dtype"
+        if members and (self._by is None or sum(one._count for one in members) != self._count):
+            return "classes"
+        sizes = {"count": self._count, "units": math.prod(shape)}
+        may_be_none = not self._count or members or self._is_empty
+        for (name, value), kind in zip(self._state().items(), self._state_kinds, strict=True):
+            kind, is_optional = kind.removesuffix("?"), kind.endswith("?")
+            kind = kind.replace("sample", " ".join(map(str, shape)))
+            if not (
+                may_be_none or is_optional if value is None else is_of_kind(value, kind, sizes)
+            ):
+                return name.removeprefix("_")
+        return None if self._is_consistent() else "state"
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether samples without positions left no state."""
+        parts = self._state().values()
+        return self._may_be_empty and not self._members and all(part is None for part in parts)
+
+    def _is_consistent(self) -> bool:
+        """Whether the parts of a state, each of its kind, can be together."""
+        return True
 
     def _check(self, activation: object) -> None:
         if not isinstance(activation, Tensor):

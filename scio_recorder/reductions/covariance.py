@@ -152,6 +152,7 @@ class Covariance(RowReduction):
     """
 
     _state_names = ("_labels", "_counts", "_means", "_scatter")
+    _state_kinds = ("list label", "counts _", "double _ units", "double units units")
     _labels: list[Label]
     _counts: Tensor  # [classes]
     _means: Tensor  # [classes, D]
@@ -218,6 +219,13 @@ class Covariance(RowReduction):
         self._scatter += other._scatter
         codes = self._encode(other._labels).to(other._means.device)
         self._advance(codes, other._counts, other._means)
+
+    def _is_consistent(self) -> bool:
+        if self._labels is None:
+            return True
+        has_labels = self._by is not None or self._labels == [""]
+        sizes = {len(self._labels), len(set(self._labels)), len(self._counts), len(self._means)}
+        return has_labels and len(sizes) == 1
 
     def _result(self) -> CovarianceResult:
         counts, means, matrix = self._labelled_result()

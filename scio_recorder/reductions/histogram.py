@@ -128,6 +128,7 @@ class Histogram(SampleReduction):
         self._bins = whole("bins", bins, 1)
         self._range = None if range is None else [float(edge) for edge in range]
         self._options = {"bins": self._bins, "range": self._range}
+        self._state_kinds = (f"counts {self._bins + 2}", "finite", "finite")
         super().__init__(by=by)
 
     def _accept(self, samples: Tensor) -> None:
@@ -166,6 +167,10 @@ class Histogram(SampleReduction):
 
     def _join(self, other: Histogram) -> None:
         self._tally = self._tally + other._tally
+
+    def _is_consistent(self) -> bool:
+        ends = [end for end in (self._low, self._high) if end is not None]
+        return len(ends) != 1 and ends == sorted(ends)
 
     def _bins_of_range(self) -> Bins:
         return Bins(self._low, self._high, self._bins)
