@@ -123,11 +123,10 @@ class AnalysisMethods(Collecting):
         >>> guard.origin.layer.name, guard.origin.num_nan, guard.origin.sample
         ('1', 2, 1)
         """
-        from scio_recorder.analysis.guarding.guard import Guard
         from scio_recorder.analysis.guarding.guarded_calls import guarded
 
-        guard = Guard(self.architecture, action, kinds)
-        return guarded(self.architecture, guard, gradients=gradients, keep_inputs=keep_inputs)
+        options = {"gradients": gradients, "keep_inputs": keep_inputs}
+        return guarded(self.architecture, action, kinds, **options)
 
     def sweep(
         self,

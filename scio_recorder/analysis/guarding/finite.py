@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import cmath
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,6 @@ from scio_recorder.tensors.structures import tensors
 KINDS = ("nan", "inf")
 _PLAIN = (Tensor, torch.nn.Parameter)
 _WITHOUT_TENSORS = (str, int, float)
-# Their sums don't overflow soon.
-_SUMMED = {torch.float32, torch.float64, torch.bfloat16}
 
 
 class NonFinite(NamedTuple):
@@ -45,26 +43,23 @@ class NonFinite(NamedTuple):
         return frozenset(kind for kind in KINDS if getattr(self, kind))
 
 
-class Unread(NamedTuple):
-    """The same, on a device for which nothing has waited yet.
+class Counts(NamedTuple):
+    """The same, on the device of the tensor, for which nothing has waited yet.
 
     Parameters
     ----------
-    counts : torch.Tensor
-        The first four members of a `NonFinite`, on the device.
+    numbers : torch.Tensor
+        The first four members of a `NonFinite`.
     shape : tuple of int
-        The shape of the examined tensor.
+        The shape of the tensor.
     """
 
-    counts: Tensor
+    numbers: Tensor
     shape: tuple[int, ...]
 
 
-Found: TypeAlias = NonFinite | Unread | None
-
-
-def examine(tensor: Tensor) -> Found:
-    """Return the NaNs and infinities of a tensor; None if all is finite.
+def examine(tensor: Tensor) -> Counts | None:
+    """Return the numbers of NaNs and infinities of a tensor; None if all is finite.
 
     Parameters
     ----------
@@ -73,75 +68,69 @@ def examine(tensor: Tensor) -> Found:
 
     Returns
     -------
-    NonFinite, Unread or None
-        On a device other than the CPU, the findings must still be `read`.
+    Counts or None
+        On a device other than the CPU, all is perhaps finite.
 
     Examples
     --------
     >>> examine(torch.tensor([3e38, 3e38])) is None
     True
     >>> examine(torch.tensor([1.0, torch.inf, torch.nan]))
-    NonFinite(nan=1, inf=1, first_nan=2, first_inf=1, shape=(3,))
+    Counts(numbers=tensor([1, 1, 2, 1]), shape=(3,))
     """
     if type(tensor) not in _PLAIN or not is_dense(tensor):
         inner = _values_of(tensor.detach())
         return None if inner is None else examine(inner)
     dtype = tensor.dtype
-    if not (dtype in _SUMMED or dtype.is_floating_point or dtype.is_complex):
+    if tensor.is_meta or not (dtype.is_floating_point or dtype.is_complex):
         return None
     values = tensor.detach() if tensor.requires_grad else tensor
-    if not values.is_cpu:
-        return None if values.is_meta else Unread(_counts(values), tuple(values.shape))
+    # Float8 has no sum.
+    values = values.float() if dtype.itemsize == 1 else values
     # A sum is finite only if everything is. One that is not may have overflowed, as sums in half
-    # precision soon do. Float8 has no sum.
-    if dtype in _SUMMED:
-        total = values.sum()
-    else:
-        values = values.float() if dtype.itemsize == 1 else values
-        total = values.sum(dtype=torch.float32) if dtype is torch.half else values.sum()
-    if cmath.isfinite(total.item()):
+    # precision soon do.
+    wider = torch.float32 if dtype is torch.half else None
+    if values.is_cpu and cmath.isfinite(values.sum(dtype=wider).item()):
         return None
-    return read([Unread(_counts(values), tuple(values.shape))])[0]
+    counts = Counts(_counts(values), tuple(values.shape))
+    return counts if not values.is_cpu or counts.numbers[:2].any() else None
 
 
-def read(found: Sequence[Found]) -> list[NonFinite | None]:
-    """Wait for devices, once for each, and return the findings.
+def read(found: Iterable[Counts]) -> dict[int, NonFinite]:
+    """Wait for devices, once for all, and return the findings by the ``id`` of the counts.
 
     Parameters
     ----------
-    found : sequence of NonFinite, Unread or None
-        The results of `examine`.
+    found : iterable of Counts
+        Results of `examine`.
 
     Returns
     -------
-    list of NonFinite or None
-        The findings for each tensor; None if it is finite.
+    dict
+        Without those of tensors in which all is finite.
 
     Examples
     --------
-    >>> read([None])
-    [None]
+    >>> counts = examine(torch.tensor([1.0, torch.inf]))
+    >>> read([counts])[id(counts)]
+    NonFinite(nan=0, inf=1, first_nan=2, first_inf=1, shape=(2,))
     """
-    unread = [one for one in found if isinstance(one, Unread)]
-    numbers: dict[int, NonFinite | None] = {}
-    for device in {one.counts.device for one in unread}:
-        there = [one for one in unread if one.counts.device == device]
-        rows: list[list[int]] = torch.stack([one.counts for one in there]).tolist()
-        for one, row in zip(there, rows, strict=True):
-            numbers[id(one)] = _found(row, one.shape)
-    return [numbers[id(one)] if isinstance(one, Unread) else one for one in found]
-
-
-def _found(row: list[int], shape: tuple[int, ...]) -> NonFinite | None:
-    nan, inf, first_nan, first_inf = row
-    return NonFinite(nan, inf, first_nan, first_inf, shape) if nan or inf else None
+    distinct = list({id(one): one for one in found}.values())
+    if not distinct:
+        return {}
+    device = distinct[0].numbers.device
+    rows: list[list[int]] = torch.stack([one.numbers.to(device) for one in distinct]).tolist()
+    return {
+        id(one): NonFinite(*row, shape=one.shape)
+        for one, row in zip(distinct, rows, strict=True)
+        if row[0] or row[1]
+    }
 
 
 def _counts(values: Tensor) -> Tensor:
     """Return the numbers of NaNs and infinities and the indices of the first, without waiting."""
-    wide = values.float() if values.dtype.itemsize == 1 else values
-    masks = [mask.flatten() for mask in (wide.isnan(), wide.isinf())]
-    if not wide.numel():
+    masks = [mask.flatten() for mask in (values.isnan(), values.isinf())]
+    if not values.numel():
         return torch.zeros(4, dtype=torch.long, device=values.device)
     counts = [mask.sum() for mask in masks]
     firsts = [
@@ -176,9 +165,9 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Tensor], int, Found]] = {}
+        self._found: dict[int, tuple[weakref.ref[Tensor], int, Counts | None]] = {}
 
-    def examine(self, tensor: Tensor) -> Found:
+    def examine(self, tensor: Tensor) -> Counts | None:
         """Return the result of the function `examine`.
 
         Parameters
@@ -193,7 +182,7 @@ class Known:
         self._found[id(tensor)] = weakref.ref(tensor), version, found
         return found
 
-    def examine_all(self, values: Iterable[Any]) -> list[Found]:
+    def examine_all(self, values: Iterable[Any]) -> list[Counts]:
         """Return the findings about those tensors in some values that may not be finite.
 
         Parameters
@@ -201,7 +190,7 @@ class Known:
         values : iterable
             Tensors, structures that hold some, or anything else.
         """
-        found: list[Found] = []
+        found: list[Counts] = []
         for value in values:
             # Taking structures apart takes longer than examining most tensors.
             if not (value is None or isinstance(value, _WITHOUT_TENSORS)):

@@ -12,11 +12,11 @@ alone.
 
 Each node is visited once, for the innermost call that it belongs to: a walk that leaves this call
 continues when the call around it returns. If a gradient that leaves is not finite, the innermost
-call is judged first, and then those around it that it leaves too. Nodes own the hooks, which go
+call is checked first, and then those around it that it leaves too. Nodes own the hooks, which go
 with the graph. They hold the guard weakly, and no module.
 
 A write into an output that is a view takes the node that made this output out of the graph, but not
-the one that made the base of the view. There the gradient is examined instead. A call is judged
+the one that made the base of the view. There the gradient is examined instead. A call is checked
 only if a gradient was seen to enter it.
 
 If gradients are differentiated (``create_graph=True``), a second backward pass also enters a call
@@ -25,90 +25,20 @@ by what it made in the first one. The nodes that made this are noted during the 
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from scio_recorder.analysis.guarding.finite import Found, Known
-from scio_recorder.analysis.guarding.guard import Case, Cases, Guard, GuardedCall
+from scio_recorder.analysis.guarding.checks import Check, Checks, GuardedCall
+from scio_recorder.analysis.guarding.finite import Counts
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 
 # Leaves are numbered as if they came after everything else.
 _LEAF = 1 << 63
-
-
-class _BackwardPass(threading.local):
-    """The backward pass that runs on a thread."""
-
-    def __init__(self) -> None:
-        self.task = -1
-        self.known = Known()
-        # Also those of the pass around it, which reentrant checkpointing begins it in: they come
-        # first.
-        self.cases = Cases()
-        self.reads_cases_at_end = False
-
-
-class CallGradients:
-    """The gradients of one call.
-
-    Parameters
-    ----------
-    call : GuardedCall
-        The call.
-    around : CallGradients or None
-        Those of the call that contains it.
-    inputs : iterable
-        Its inputs.
-    """
-
-    def __init__(
-        self, call: GuardedCall, around: CallGradients | None, inputs: Iterable[Any]
-    ) -> None:
-        self.call = call
-        self.around = around
-        self.has_returned = False
-        # The number of operations that autograd had noted when the call began.
-        self._start = private.num_operations()
-        # The nodes that made inputs on another thread, if these have later numbers there.
-        self._other_threads: set[Any] = set() if around is None else around._other_threads
-        for tensor in tensors(inputs) if around is None else ():
-            if tensor.grad_fn is not None and private.place_of(tensor.grad_fn) >= self._start:
-                self._other_threads.add(tensor.grad_fn)
-        # The last backward pass that entered the call, and its findings about what entered.
-        self._task = -1
-        self._found: list[Found] = []
-
-    def innermost_with(self, node: Any) -> CallGradients | None:
-        """Return the call, from this one outwards, of which a node is an operation; None for none.
-
-        Parameters
-        ----------
-        node : Node
-            One to which outputs of this call lead.
-        """
-        place = private.place_of(node)
-        if place >= _LEAF or node in self._other_threads:
-            return None
-        call: CallGradients | None = self
-        while call is not None and place < call._start:
-            call = call.around
-        return call
-
-    def enter(self, task: int, found: Found) -> None:
-        """Note what was found about a gradient that a backward pass brings."""
-        if task != self._task:
-            self._task, self._found = task, []
-        self._found = [*self._found, found]
-
-    def entered(self, task: int) -> list[Found]:
-        """Return findings about all gradients that the backward pass has brought; none if none."""
-        return self._found if task == self._task else []
 
 
 class _Exit(NamedTuple):
@@ -118,29 +48,39 @@ class _Exit(NamedTuple):
     edge: int
     target: Any
     # The call around to which this node belongs.
-    owner: CallGradients | None
+    owner: GuardedCall | None
+
+
+def _owner_of(node: Any, call: GuardedCall) -> GuardedCall | None:
+    """Return the call, from one outwards, of which a node is an operation; None for none."""
+    place = private.place_of(node)
+    if place >= _LEAF or node in call.nodes_of_inputs:
+        return None
+    around: GuardedCall | None = call
+    while around is not None and place < around.start:
+        around = around.around
+    return around
 
 
 class GuardedGradients:
     """The gradients of all calls of one guard."""
 
-    def __init__(self, guard: Guard) -> None:
-        # The guard holds this.
-        self._guard = weakref.ref(guard)
+    def __init__(self, checks: Checks) -> None:
+        # They hold this.
+        self._checks = weakref.ref(checks)
         self._enter = partial(_call, weakref.WeakMethod(self._enter_call))
         self._leave = partial(_call, weakref.WeakMethod(self._leave_call))
         # Marks the nodes that were visited. It must not lead to the guard.
         self._mark = object()
-        self._backward = _BackwardPass()
 
     def attach(
-        self, call: CallGradients, output: Any, nodes: list[Any], nodes_around: list[Any]
+        self, call: GuardedCall, output: Any, nodes: list[Any], nodes_around: list[Any]
     ) -> None:
         """Attach hooks for the gradients of a call that has returned.
 
         Parameters
         ----------
-        call : CallGradients
+        call : GuardedCall
             The call.
         output : Any
             Its output.
@@ -149,14 +89,13 @@ class GuardedGradients:
         nodes_around : list
             Receives those to which it leads itself.
         """
-        call.has_returned = True
         own: list[Any] = []
         for node in nodes:
-            (own if call.innermost_with(node) is call else nodes_around).append(node)
+            (own if _owner_of(node, call) is call else nodes_around).append(node)
         for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
             base = None if tensor.grad_fn is None else private.base_of(tensor)
             for end in (tensor,) if base is None else (tensor, base):
-                if end.grad_fn is not None and call.innermost_with(end.grad_fn) is call:
+                if end.grad_fn is not None and _owner_of(end.grad_fn, call) is call:
                     self._attach_before(end, call, is_base=end is base)
                     own.append(end.grad_fn)
         # The list grows meanwhile.
@@ -165,18 +104,18 @@ class GuardedGradients:
                 node.metadata[self._mark] = True
                 self._attach_behind(node, call, own, nodes_around)
 
-    def _attach_before(self, end: Tensor, call: CallGradients, *, is_base: bool = False) -> None:
+    def _attach_before(self, end: Tensor, call: GuardedCall, *, is_base: bool = False) -> None:
         """Examine what enters a call at the node that made a tensor."""
         node: Any = end.grad_fn
         node.register_prehook(partial(self._enter, call, end.output_nr, is_base))
 
     def _attach_behind(
-        self, node: Any, call: CallGradients, own: list[Any], nodes_around: list[Any]
+        self, node: Any, call: GuardedCall, own: list[Any], nodes_around: list[Any]
     ) -> None:
         """Examine what leaves a call behind one of its nodes, and add the nodes ahead of that."""
         exits: list[_Exit] = []
         for index, (target, _) in enumerate(node.next_functions):
-            owner = None if target is None else call.innermost_with(target)
+            owner = None if target is None else _owner_of(target, call)
             if owner is call:
                 own.append(target)
             elif target is not None:
@@ -186,76 +125,62 @@ class GuardedGradients:
         if exits:
             node.register_hook(partial(self._leave, call, exits))
 
-    def _current(self) -> _BackwardPass | None:
-        """Return what is known in the current backward pass; None if nobody asks."""
-        guard = self._guard()
-        if guard is None or guard.is_over:
-            return None
-        backward, task = self._backward, private.backward_pass()
-        if backward.task != task:
-            backward.task, backward.known, backward.reads_cases_at_end = task, Known(), False
-        return backward
-
     def _enter_call(
-        self, call: CallGradients, number: int, is_base: bool, given: Sequence[Tensor | None]
+        self, call: GuardedCall, number: int, is_base: bool, given: Sequence[Tensor | None]
     ) -> None:
         """Examine a gradient that enters a call; behind a view only if none came there."""
-        backward, gradient = self._current(), given[number]
-        if backward is None or gradient is None or (is_base and call.entered(backward.task)):
+        checks, gradient, task = self._active_checks(), given[number], private.backward_pass()
+        if checks is None or gradient is None or (is_base and call.entered(task) is not None):
             return
-        found = backward.known.examine(gradient)
-        call.enter(backward.task, found)
+        found = checks.local.known.examine(gradient)
+        call.enter(task, found)
         if found is not None and call.around is None:
-            self._add(backward, Case(call.call, "gradient", (), [found], is_handed_on=True))
+            _add(checks, Check(call, "gradient", [found], [found], is_of_network=True))
 
     def _leave_call(
         self,
-        call: CallGradients,
+        call: GuardedCall,
         exits: list[_Exit],
         made: Sequence[Tensor | None],
-        given: Sequence[Tensor | None],
+        _given: Sequence[Tensor | None],
     ) -> None:
         """Examine the gradients that leave a call from a node."""
-        backward = self._current()
-        if backward is None:
-            return
-        for at in exits:
+        checks = self._active_checks()
+        for at in exits if checks is not None else ():
             gradient = made[at.edge]
             if gradient is not None:
-                found = backward.known.examine(gradient)
+                found = checks.local.known.examine(gradient)
                 if found is not None or gradient.grad_fn is not None:
-                    self._judge(backward, gradient, found, call, at)
+                    self._check(checks, gradient, found, call, at)
 
-    def _judge(
-        self,
-        backward: _BackwardPass,
-        gradient: Tensor,
-        found: Found,
-        call: CallGradients,
-        at: _Exit,
+    def _check(
+        self, checks: Checks, gradient: Tensor, found: Counts | None, call: GuardedCall, at: _Exit
     ) -> None:
-        """Judge the calls, from one outwards, that a gradient leaves."""
-        is_leaf = private.place_of(at.target) >= _LEAF
-        leaf = weakref.ref(at.target.variable) if is_leaf else None
-        left: CallGradients | None = call
+        """Check the calls, from one outwards, that a gradient leaves."""
+        leaf = at.target if private.place_of(at.target) >= _LEAF else None
+        left: GuardedCall | None = call
         # A call that has not returned yet differentiates what is inside it.
-        while left is not None and left is not at.owner and left.has_returned:
-            given = left.entered(backward.task)
-            if found is not None and given:
-                self._add(backward, Case(left.call, "gradient", given, [found], leaf))
+        while left is not None and left is not at.owner and left.number is not None:
+            received = left.entered(private.backward_pass())
+            if found is not None and received is not None:
+                check = Check(left, "gradient", received, [found], is_of_network=False, leaf=leaf)
+                _add(checks, check)
             if gradient.grad_fn is not None:
                 # A second backward pass may enter here.
                 self._attach_before(gradient, left)
             left = left.around
 
-    def _add(self, backward: _BackwardPass, case: Case) -> None:
-        """Add a case, which is judged at the end of the backward pass if a device is behind."""
-        guard, cases = self._guard(), backward.cases
-        if guard is None or not cases.add(guard, case):
-            return
-        if not backward.reads_cases_at_end:
-            backward.reads_cases_at_end = True
-            private.call_at_end_of_backward(partial(cases.read, guard))
+    def _active_checks(self) -> Checks | None:
+        """Return the checks of the guard; None if nobody asks any more."""
+        checks = self._checks()
+        return None if checks is None or checks.is_over else checks
+
+
+def _add(checks: Checks, check: Check) -> None:
+    """Make a check, at the end of the backward pass if a device is behind."""
+    waiting = checks.add(check)
+    if waiting:
+        private.call_at_end_of_backward(partial(checks.make, waiting))
 
 
 def _call(method: weakref.WeakMethod[Any], *values: Any) -> None:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 
 _ROOTS = {
@@ -40,8 +39,6 @@ class LossScaling:
         # The scale in the first backward pass that overflowed since the scaler's last step.
         self._overflows: weakref.WeakKeyDictionary[GradScaler, float] = weakref.WeakKeyDictionary()
         self._scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
-        # The backward pass of the last question, and the answer.
-        self._answer = -1, False
 
     @property
     def num_skipped_steps(self) -> int:
@@ -58,12 +55,6 @@ class LossScaling:
 
     def explains_overflow(self) -> bool:
         """Whether gradients of the current backward pass may overflow, and note that they do."""
-        task = private.backward_pass()
-        if task != self._answer[0]:
-            self._answer = task, self._explains()
-        return self._answer[1]
-
-    def _explains(self) -> bool:
         if not _is_loss_a_product():
             return False
         if not self._scalers:

@@ -1,0 +1,268 @@
+"""Checks of what calls receive and return, of which the first that fails names the origin.
+
+NOTE [Who made it]
+
+A call makes a NaN if it returns one without a NaN among its inputs. It makes an infinity if it
+returns one and all its inputs are finite. Calls are checked when they return, the innermost first,
+so the first that qualifies is the origin and not a container that passes it on. Inputs are examined
+before the call, since modules work in place. In the backward pass the same holds for gradients:
+the gradients of its outputs go in, and those of its inputs and its parameters come out. There a
+call is the origin only if its inputs in the forward pass were finite too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from scio_recorder.analysis.guarding.finite import KINDS, Counts, Known, NonFinite, examine, read
+from scio_recorder.analysis.guarding.guard import Action, CallBefore, Direction, Origin
+from scio_recorder.analysis.guarding.loss_scaling import LossScaling
+from scio_recorder.errors import ArgumentError, NonFiniteError, warn
+from scio_recorder.layer import Layer
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.tensors import private
+
+
+class GuardedCall:
+    """One call of a module, without a reference that would keep the network alive.
+
+    Parameters
+    ----------
+    name : str
+        The qualified name of the module.
+    pass_number : int
+        The number of the pass.
+    around : GuardedCall or None
+        The call that contains it; None for a call of the network.
+
+    Attributes
+    ----------
+    received : sequence of Counts
+        Findings about its inputs.
+    number : int or None
+        How many calls of the module returned before it in its pass; None until it returns.
+    start : int
+        The number of operations that autograd had noted when it began.
+    nodes_of_inputs : set
+        The nodes that made inputs of the network. If another thread made them, they may have later
+        numbers than `start`.
+    """
+
+    def __init__(self, name: str, pass_number: int, around: GuardedCall | None) -> None:
+        self.name = name
+        self.pass_number = pass_number
+        self.around = around
+        self.received: Sequence[Counts] = ()
+        self.number: int | None = None
+        self.start = private.num_operations()
+        self.nodes_of_inputs: Collection[Any] = () if around is None else around.nodes_of_inputs
+        # The last backward pass that entered the call, and its findings about what entered.
+        self._task = -1
+        self._entered: list[Counts] = []
+
+    def enter(self, task: int, found: Counts | None) -> None:
+        """Note what was found about a gradient that a backward pass brings."""
+        if task != self._task:
+            self._task, self._entered = task, []
+        if found is not None:
+            self._entered = [*self._entered, found]
+
+    def entered(self, task: int) -> list[Counts] | None:
+        """Return findings about the gradients that a backward pass has brought; None if none."""
+        return self._entered if task == self._task else None
+
+
+class Check(NamedTuple):
+    """What a call received and returned that is not finite, or may not be."""
+
+    call: GuardedCall
+    direction: Direction
+    received: Sequence[Counts]
+    returned: Sequence[Counts]
+    # Whether this is what the whole network returned, or the gradient of that.
+    is_of_network: bool
+    # The node of the leaf whose gradient was returned, if it is one.
+    leaf: Any = None
+    # Its inputs and the state before it, if these are kept.
+    before: CallBefore | None = None
+
+
+class _Local(threading.local):
+    """What a thread has examined in the pass that it runs, and the checks that wait for devices."""
+
+    def __init__(self) -> None:
+        self.known = Known()
+        self.waiting: list[Check] = []
+
+
+class Checks:
+    """The checks of one guard, and what they have found."""
+
+    def __init__(self, architecture: Architecture, action: Action, kinds: Collection[str]) -> None:
+        if action not in ("raise", "warn", "record"):
+            raise ArgumentError(f'action={action!r}: write "raise", "warn" or "record"')
+        chosen = {kinds} if isinstance(kinds, str) else set(kinds or ())
+        if not chosen or not chosen <= set(KINDS):
+            raise ArgumentError(f'kinds={kinds!r}: write ("nan", "inf"), or one of these')
+        self.origin: Origin | None = None
+        self.num_passes = 0
+        self.num_passed_on = 0
+        self.scaling = LossScaling()
+        # Whether nothing is checked any more, as after an exception in the block, whatever graphs
+        # are left.
+        self.is_over = False
+        # What examines gradients lives as long as the guard, and graphs hold it weakly.
+        self.gradients: object = None
+        self.local = _Local()
+        self._architecture = architecture
+        self._action = action
+        self._kinds = frozenset(chosen)
+        self._has_warned = False
+        self._numbers = itertools.count()
+
+    def begin_pass(self) -> int:
+        """Count a pass, and return its number."""
+        self.scaling.count_skipped()
+        number = next(self._numbers)
+        self.num_passes = number + 1
+        return number
+
+    def add(self, check: Check) -> list[Check]:
+        """Make a check, at once if it needs no device; return the checks that wait for one."""
+        waiting = self.local.waiting
+        waiting.append(check)
+        if all(one.numbers.is_cpu for one in (*check.received, *check.returned)):
+            self.make(waiting)
+        return waiting
+
+    def make(self, waiting: list[Check]) -> None:
+        """Make all checks that wait, and wait for devices once.
+
+        Raises
+        ------
+        NonFiniteError
+            A call is the origin, and the guard's action is to raise.
+        """
+        checks = waiting.copy()
+        waiting.clear()
+        found = read(
+            counts
+            for one in checks
+            for counts in (*one.received, *one.returned, *one.call.received)
+        )
+
+        def of(some: Sequence[Counts]) -> list[NonFinite]:
+            return [found[id(one)] for one in some if id(one) in found]
+
+        for check in checks:
+            received, returned = of(check.received), of(check.returned)
+            kinds = _kinds(returned) & self._kinds
+            made = _made(received, returned) & self._kinds
+            # A gradient is nobody's fault if the call received something of the kind.
+            if made and (check.direction == "forward" or not of(check.call.received)):
+                self._report(check, made, received, returned)
+            elif kinds and check.is_of_network:
+                self._count_passed_on(check.direction, kinds)
+
+    def _is_ignored(self, direction: Direction) -> bool:
+        """Whether nothing is looked for any more, or the scale of the loss explains it."""
+        return self.is_over or (direction == "gradient" and self.scaling.explains_overflow())
+
+    def _report(
+        self,
+        check: Check,
+        kinds: frozenset[str],
+        received: Sequence[NonFinite],
+        returned: Sequence[NonFinite],
+    ) -> None:
+        if self._is_ignored(check.direction):
+            return
+        origin = self._origin(check, kinds, received, returned)
+        self.origin = self.origin or origin
+        self.is_over = self._action != "raise"
+        if self._action == "raise":
+            raise _error(origin)
+        if self._action == "warn":
+            warn(str(origin))
+
+    def _count_passed_on(self, direction: Direction, kinds: frozenset[str]) -> None:
+        """Count a pass in which the network passed on NaNs or infinities, and made none."""
+        if self._is_ignored(direction):
+            return
+        self.num_passed_on += 1
+        if self._action != "record" and not self._has_warned:
+            self._has_warned = True
+            what = " and ".join(sorted("NaNs" if kind == "nan" else "infinities" for kind in kinds))
+            source = (
+                f"the network returned {what} that its inputs held"
+                if direction == "forward"
+                else f"the gradient of the network's output holds {what}: the loss made them"
+            )
+            warn(f"{source}; no layer has made any")
+
+    def _origin(
+        self,
+        check: Check,
+        kinds: frozenset[str],
+        received: Sequence[NonFinite],
+        returned: Sequence[NonFinite],
+    ) -> Origin:
+        layer = self.layer_of(check.call)
+        module = layer.module
+        first = next(one for one in returned if one.kinds & kinds)
+        place = min(getattr(first, f"first_{kind}") for kind in kinds & first.kinds)
+        held = () if module is None else (*module.parameters(), *module.buffers())
+        return Origin(
+            layer=layer,
+            direction=check.direction,
+            pass_number=check.call.pass_number,
+            num_nan=sum(one.nan for one in returned),
+            num_inf=sum(one.inf for one in returned),
+            num_values=sum(math.prod(one.shape) for one in returned),
+            index=tuple(int(at) for at in np.unravel_index(place, first.shape)),
+            parameter=_name_of(module, check.leaf),
+            inputs_finite=not received,
+            weights_finite=not read(filter(None, map(examine, held))),
+            _architecture=self._architecture,
+            _kept=check.before,
+        )
+
+    def layer_of(self, call: GuardedCall) -> Layer:
+        """Return the row of the architecture that a call belongs to."""
+        architecture = self._architecture
+        labels = architecture.labels_of(call.name) or architecture.rows_of(call.name)
+        rows = [architecture[label] for label in labels]
+        rows.sort(key=lambda row: row.completion or 0)
+        return rows[min(call.number or 0, len(rows) - 1)]
+
+
+def _error(origin: Origin) -> NonFiniteError:
+    # A frame that raises must not hold the error. In a cycle, the frames of its traceback live on
+    # until garbage is collected, and before torch 2.13 checkpoint's hooks on saved tensors, too.
+    error = NonFiniteError(str(origin))
+    error.origin = origin
+    return error
+
+
+def _kinds(found: Iterable[NonFinite]) -> frozenset[str]:
+    return frozenset[str]().union(*(one.kinds for one in found))
+
+
+def _made(received: Sequence[NonFinite], returned: Sequence[NonFinite]) -> frozenset[str]:
+    """Return the kinds that were returned but not received, see NOTE [Who made it]."""
+    given, kinds = _kinds(received), _kinds(returned)
+    return (kinds & {"nan"} if given else kinds) - given
+
+
+def _name_of(module: nn.Module | None, leaf: Any) -> str | None:
+    if module is None or leaf is None:
+        return None
+    named = module.named_parameters(remove_duplicate=False)
+    return next((name for name, own in named if own is leaf.variable), None)
