@@ -93,15 +93,16 @@ class _Runs:
     def __init__(self, capture: Capture, metric: Any, state: NetState) -> None:
         self.architecture, self.labels = capture.architecture, capture.recording
         self._net, self._metric, self._state = capture.net, metric, state
+        layers = [self.architecture[at] for at in self.labels]
         # For each module with a recorded layer, one such layer.
-        self._layers = {self.architecture[at].module: self.architecture[at] for at in self.labels}
+        self._layers = {layer.module: layer for layer in layers if layer.module is not None}
         # Copies of what the layers return in the clean run, which is the first.
         self.outputs: dict[DepthIdx, Any] = {}
         self._counts: dict[Any, int] = {}
         self._replace: _Replace | None = None
         self.hooks = CallHooks()
         warn_of_other_kernels(fusable(self.architecture), self._layers.keys(), "patched")
-        self.hooks.add(*(CallHook(one, "", after=self._after) for one in self._layers if one))
+        self.hooks.add(*(CallHook(one, "", after=self._after) for one in self._layers))
 
     def run(self, inputs: Inputs, replace: _Replace) -> Any:
         """Run the network on inputs, and return what the metric makes of its output."""

@@ -16,13 +16,14 @@ import itertools
 import math
 import threading
 from collections.abc import Collection, Iterable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
 from scio_recorder.analysis.guarding.finite import KINDS, Counts, Known, NonFinite, examine, read
-from scio_recorder.analysis.guarding.guard import Action, CallBefore, Direction, Origin
+from scio_recorder.analysis.guarding.guard import Action, Direction, KeptInputs, Origin
 from scio_recorder.analysis.guarding.loss_scaling import LossScaling
 from scio_recorder.errors import ArgumentError, NonFiniteError, warn
 from scio_recorder.layer import Layer
@@ -31,7 +32,9 @@ from scio_recorder.tensors import private
 
 
 class GuardedCall:
-    """One call of a module, without a reference that would keep the network alive.
+    """One call of a module.
+
+    The graph holds calls that have returned, so what would keep the network alive goes then.
 
     Parameters
     ----------
@@ -41,31 +44,48 @@ class GuardedCall:
         The number of the pass.
     around : GuardedCall or None
         The call that contains it; None for a call of the network.
+    frame : frame or None
+        The frame that called its first hook.
 
     Attributes
     ----------
     received : sequence of Counts
         Findings about its inputs.
+    kept : KeptInputs or None
+        Its inputs and the state before it, if these are kept.
     number : int or None
         How many calls of the module returned before it in its pass; None until it returns.
     start : int
         The number of operations that autograd had noted when it began.
+    nodes : list
+        The nodes of the graph to which the calls inside it lead.
     nodes_of_inputs : set
         The nodes that made inputs of the network. If another thread made them, they may have later
         numbers than `start`.
     """
 
-    def __init__(self, name: str, pass_number: int, around: GuardedCall | None) -> None:
+    def __init__(
+        self, name: str, pass_number: int, around: GuardedCall | None, frame: FrameType | None
+    ) -> None:
         self.name = name
         self.pass_number = pass_number
         self.around = around
+        self.frame = frame
         self.received: Sequence[Counts] = ()
+        self.kept: KeptInputs | None = None
         self.number: int | None = None
         self.start = private.num_operations()
+        self.nodes: list[Any] = []
         self.nodes_of_inputs: Collection[Any] = () if around is None else around.nodes_of_inputs
         # The last backward pass that entered the call, and its findings about what entered.
         self._task = -1
         self._entered: list[Counts] = []
+
+    def end(self) -> tuple[KeptInputs | None, list[Any]]:
+        """Let go of the frame, and of the kept inputs and the nodes, which are returned."""
+        held = self.kept, self.nodes
+        self.frame, self.kept, self.nodes = None, None, []
+        return held
 
     def enter(self, task: int, found: Counts | None) -> None:
         """Note what was found about a gradient that a backward pass brings."""
@@ -87,18 +107,23 @@ class Check(NamedTuple):
     received: Sequence[Counts]
     returned: Sequence[Counts]
     # Whether this is what the whole network returned, or the gradient of that.
-    is_of_network: bool
+    is_last: bool = False
     # The node of the leaf whose gradient was returned, if it is one.
     leaf: Any = None
-    # Its inputs and the state before it, if these are kept.
-    before: CallBefore | None = None
+    kept: KeptInputs | None = None
 
 
 class _Local(threading.local):
-    """What a thread has examined in the pass that it runs, and the checks that wait for devices."""
+    """The state of the pass that a thread runs."""
 
     def __init__(self) -> None:
+        self.pass_number = 0
+        # The calls that have not returned, the innermost last.
+        self.calls: list[GuardedCall] = []
+        # How many calls of each module have returned.
+        self.counts: dict[str, int] = {}
         self.known = Known()
+        # The checks that wait for a device.
         self.waiting: list[Check] = []
 
 
@@ -163,28 +188,22 @@ class Checks:
 
         for check in checks:
             received, returned = of(check.received), of(check.returned)
-            kinds = _kinds(returned) & self._kinds
-            made = _made(received, returned) & self._kinds
-            # A gradient is nobody's fault if the call received something of the kind.
-            if made and (check.direction == "forward" or not of(check.call.received)):
-                self._report(check, made, received, returned)
-            elif kinds and check.is_of_network:
+            made, kinds = _made(received, returned) & self._kinds, _kinds(returned) & self._kinds
+            if check.direction == "gradient" and of(check.call.received):
+                # It is nobody's fault if the call received something of the kind.
+                made = frozenset()
+            if not (made or (kinds and check.is_last)) or self._is_ignored(check.direction):
+                continue
+            if made:
+                self._report(self._origin(check, made, received, returned))
+            else:
                 self._count_passed_on(check.direction, kinds)
 
     def _is_ignored(self, direction: Direction) -> bool:
         """Whether nothing is looked for any more, or the scale of the loss explains it."""
         return self.is_over or (direction == "gradient" and self.scaling.explains_overflow())
 
-    def _report(
-        self,
-        check: Check,
-        kinds: frozenset[str],
-        received: Sequence[NonFinite],
-        returned: Sequence[NonFinite],
-    ) -> None:
-        if self._is_ignored(check.direction):
-            return
-        origin = self._origin(check, kinds, received, returned)
+    def _report(self, origin: Origin) -> None:
         self.origin = self.origin or origin
         self.is_over = self._action != "raise"
         if self._action == "raise":
@@ -194,8 +213,6 @@ class Checks:
 
     def _count_passed_on(self, direction: Direction, kinds: frozenset[str]) -> None:
         """Count a pass in which the network passed on NaNs or infinities, and made none."""
-        if self._is_ignored(direction):
-            return
         self.num_passed_on += 1
         if self._action != "record" and not self._has_warned:
             self._has_warned = True
@@ -231,7 +248,7 @@ class Checks:
             inputs_finite=not received,
             weights_finite=not read(filter(None, map(examine, held))),
             _architecture=self._architecture,
-            _kept=check.before,
+            _kept=check.kept,
         )
 
     def layer_of(self, call: GuardedCall) -> Layer:

@@ -27,7 +27,7 @@ Action: TypeAlias = Literal["raise", "warn", "record"]
 Direction: TypeAlias = Literal["forward", "gradient"]
 
 
-class CallBefore:
+class KeptInputs:
     """Copies of a module's inputs before a call, and of the state in which it will run.
 
     Parameters
@@ -110,7 +110,7 @@ class Origin:
     inputs_finite: bool
     weights_finite: bool
     _architecture: Architecture = field(repr=False)
-    _kept: CallBefore | None = field(repr=False)
+    _kept: KeptInputs | None = field(repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the inputs of the call, and the state in which it ran, as a recording.

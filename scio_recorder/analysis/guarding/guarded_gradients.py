@@ -73,9 +73,7 @@ class GuardedGradients:
         # Marks the nodes that were visited. It must not lead to the guard.
         self._mark = object()
 
-    def attach(
-        self, call: GuardedCall, output: Any, nodes: list[Any], nodes_around: list[Any]
-    ) -> None:
+    def attach(self, call: GuardedCall, output: Any, nodes: list[Any]) -> None:
         """Attach hooks for the gradients of a call that has returned.
 
         Parameters
@@ -86,10 +84,9 @@ class GuardedGradients:
             Its output.
         nodes : list
             The nodes to which the calls inside it have led. No hook may hold them, which they own.
-        nodes_around : list
-            Receives those to which it leads itself.
         """
         own: list[Any] = []
+        nodes_around = [] if call.around is None else call.around.nodes
         for node in nodes:
             (own if _owner_of(node, call) is call else nodes_around).append(node)
         for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
@@ -135,7 +132,7 @@ class GuardedGradients:
         found = checks.local.known.examine(gradient)
         call.enter(task, found)
         if found is not None and call.around is None:
-            _add(checks, Check(call, "gradient", [found], [found], is_of_network=True))
+            _add(checks, Check(call, "gradient", [found], [found], is_last=True))
 
     def _leave_call(
         self,
@@ -163,8 +160,7 @@ class GuardedGradients:
         while left is not None and left is not at.owner and left.number is not None:
             received = left.entered(private.backward_pass())
             if found is not None and received is not None:
-                check = Check(left, "gradient", received, [found], is_of_network=False, leaf=leaf)
-                _add(checks, check)
+                _add(checks, Check(left, "gradient", received, [found], leaf=leaf))
             if gradient.grad_fn is not None:
                 # A second backward pass may enter here.
                 self._attach_before(gradient, left)
