@@ -15,7 +15,7 @@ nearest marked region in the same way. The marks live as long as the graph.
 
 A region holds its calls in order, by starts and by returns, so that several calls of a module are
 distinguished by counting. Hooks of a selection that was given up stay, for re-runs only, as long as
-any of its marks lives. Event logs mark regions too: see ``events``.
+any of its marks lives.
 """
 
 from __future__ import annotations
@@ -102,46 +102,6 @@ def _first_runs(outermost: Collection[CodeType]) -> list[Any]:
     return around
 
 
-class Marks:
-    """The marks that one observer has put on regions. A graph holds marks, but no observer."""
-
-    def __init__(self) -> None:
-        self._alive: set[weakref.ref[Any]] = set()
-        self._when_over: Callable[[], None] | None = None
-
-    def __bool__(self) -> bool:
-        """Whether there is anything left that can run again."""
-        return bool(self._alive)
-
-    def hold(self, mark: object) -> None:
-        """Note an object that a graph will hold as long as something can run again."""
-        self._alive.add(weakref.ref(mark, self._is_gone))
-
-    def when_over(self, function: Callable[[], None]) -> None:
-        """Call a function whenever nothing is left that can run again."""
-        self._when_over = function
-        if not self._alive:
-            function()
-
-    def _is_gone(self, reference: weakref.ref[Any]) -> None:
-        self._alive.discard(reference)
-        if not self._alive and self._when_over is not None:
-            self._when_over()
-
-    def on(self, region: Any) -> Any:
-        """Return this observer's mark on a region; None if it has none."""
-        return getattr(region, _ATTRIBUTE, {}).get(self)
-
-    def put(self, region: Any, mark: Any) -> Any:
-        """Mark a region, and return the mark."""
-        marks: MutableMapping[Marks, Any] | None = getattr(region, _ATTRIBUTE, None)
-        if marks is None:
-            marks = weakref.WeakKeyDictionary()
-            setattr(region, _ATTRIBUTE, marks)
-        marks[self] = mark
-        return mark
-
-
 class _Mark:
     """One region of one pass."""
 
@@ -214,8 +174,47 @@ class Rerun:
         return label if program is None else program.architecture[label]
 
 
-class Reruns(Marks):
-    """The passes of one selection that may be run again."""
+class Reruns:
+    """The passes of one selection that may be run again, by marks that it has put on regions.
+
+    A graph holds marks, but no selection.
+    """
+
+    def __init__(self) -> None:
+        self._alive: set[weakref.ref[Any]] = set()
+        self._when_over: Callable[[], None] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is anything left that can run again."""
+        return bool(self._alive)
+
+    def hold(self, mark: object) -> None:
+        """Note an object that a graph will hold as long as something can run again."""
+        self._alive.add(weakref.ref(mark, self._is_gone))
+
+    def when_over(self, function: Callable[[], None]) -> None:
+        """Call a function whenever nothing is left that can run again."""
+        self._when_over = function
+        if not self._alive:
+            function()
+
+    def _is_gone(self, reference: weakref.ref[Any]) -> None:
+        self._alive.discard(reference)
+        if not self._alive and self._when_over is not None:
+            self._when_over()
+
+    def on(self, region: Any) -> Any:
+        """Return this selection's mark on a region; None if it has none."""
+        return getattr(region, _ATTRIBUTE, {}).get(self)
+
+    def put(self, region: Any, mark: Any) -> Any:
+        """Mark a region, and return the mark."""
+        marks: MutableMapping[Reruns, Any] | None = getattr(region, _ATTRIBUTE, None)
+        if marks is None:
+            marks = weakref.WeakKeyDictionary()
+            setattr(region, _ATTRIBUTE, marks)
+        marks[self] = mark
+        return mark
 
     def inputs_again(self, index: int, args: Any, kwargs: Any) -> Any:
         """Post-process inputs in a re-run; None leaves them as they are."""

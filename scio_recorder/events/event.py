@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 
 from scio_recorder.errors import ArgumentError, needing, warn
+from scio_recorder.layer import few
 from scio_recorder.tensors.structures import tensors
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 # A place in a log: the stash of one event, or nothing yet.
 Entry: TypeAlias = list[Any]
+_SHOWN = 5
 
 
 @dataclass
@@ -98,8 +100,8 @@ class EventLog:
     def __init__(self, stash: Callable[[Event], Any]) -> None:
         self._stash = stash
         self._entries: list[Entry] = []
-        # Names of modules with missing gradients, and those of which a warning has been given.
-        self.lost: set[str] = set()
+        # By reason, the names of modules whose gradients are missing.
+        self._missing: dict[str, set[str]] = {}
         self._warned: set[str] = set()
 
     @property
@@ -122,16 +124,20 @@ class EventLog:
         """Forget all events; those whose gradients are still to come enter the new log."""
         self._entries = [entry for entry in self._entries if not entry]
 
-    def warn_of_lost(self) -> None:
+    def miss(self, name: str, reason: str) -> None:
+        """Note that gradients of a module are missing."""
+        self._missing.setdefault(reason, set()).add(name)
+
+    def warn_of_missing(self) -> None:
         """Name modules whose gradients are missing, each once."""
-        for name in sorted(self.lost - self._warned):
-            self._warned.add(name)
-            warn(
-                f"gradients of the output of module {name!r} are missing from the log, or "
-                "incomplete: the output is a view that is changed in place later, which removes "
-                "the original view from autograd's graph. Write that operation out of place, as "
-                "x + 1 for x += 1 or ReLU() for ReLU(inplace=True)"
-            )
+        for reason, names in list(self._missing.items()):
+            new = sorted(names - self._warned)
+            self._warned.update(new)
+            if new:
+                warn(
+                    "gradients are missing from the log, or incomplete, for the output of module "
+                    f"{few([*map(repr, new)], _SHOWN)}: {reason}"
+                )
 
 
 def _first_item(value: Any) -> Any:

@@ -10,83 +10,53 @@ returned it in reverse.
 A call that returned several tensors makes one event, once all their gradients have come. If some
 never come, the event waits for the end of the backward pass. Modules inside the call are
 differentiated in the meantime, but come after it in the log, since its place is reserved.
+
+NOTE [Tensors that existed before]
+
+A module may return a tensor that existed before its call, such as its input. The gradient of that
+is the sum over all its uses, also over those beside the module. So it is left out.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle, unserializable_hook
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.hooks import unserializable_hook
 
 from scio_recorder.events.event import Entry, Event, EventLog
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import version_counter, version_of
 from scio_recorder.tensors.structures import tensors
 
-
-class GradientListeners:
-    """The listeners of one log, to which the graph has weak references only."""
-
-    def __init__(self, log: EventLog) -> None:
-        self._log = weakref.ref(log)
-        # A leaf, such as a parameter, outlives the log: the hooks on leaves go with these entries.
-        self._on_leaves: MutableMapping[Tensor, _Listener] = WeakTensorKeyDictionary()
-
-    def listen(self, name: str, kind: type[nn.Module], output: Any) -> None:
-        """Listen to the gradients of one output."""
-        items = output if isinstance(output, tuple | list) else [output]
-        # As in torch's backward hooks, the entry of an item that is not a tensor is None.
-        found = [tensor for item in items for tensor in (*tensors(item),) or (None,)]
-        awaited = {id(t): t for t in found if t is not None and t.requires_grad}
-        call = _TrackedCall(name, kind, [id(tensor) for tensor in found], awaited, self._log)
-        for key, tensor in awaited.items():
-            self._listener(tensor, name).calls.append((call, key))
-
-    def _listener(self, tensor: Tensor, name: str) -> _Listener:
-        node: Any = tensor.grad_fn
-        known: Any = self._on_leaves if node is None else node.metadata
-        key = tensor if node is None else (weakref.ref(self), tensor.output_nr)
-        listener: _Listener | None = known.get(key)
-        if listener is None or not listener.calls:
-            listener = known[key] = _Listener(tensor)
-        elif node is None:
-            # A leaf outlives passes: an earlier one that was not differentiated is over.
-            listener.calls = [entry for entry in listener.calls if entry[0].name != name]
-        return listener
+CHANGED = (
+    "it returns a view that is changed in place later, which removes the original view from "
+    "autograd's graph. Write that operation out of place, as x + 1 for x += 1 or ReLU() for "
+    "ReLU(inplace=True)"
+)
+OLDER = (
+    "it returns a tensor that existed before its call, such as its input, and autograd adds up the "
+    "gradients of all uses of that. See the gradient of the module that made the tensor, or return "
+    "a new one, such as x.clone()"
+)
+REENTRANT = (
+    "it ran in a region of reentrant checkpointing, which makes its graph in the backward pass. "
+    "Write checkpoint(..., use_reentrant=False)"
+)
 
 
-class _Listener:
-    """The calls that returned one tensor, which the tensor's hook serves in reverse."""
+class _Calls(list["tuple[TrackedCall, int]"]):
+    """The calls that returned one tensor, each with the key of the tensor in it.
 
-    def __init__(self, tensor: Tensor) -> None:
-        # Each with the key of the tensor in it.
-        self.calls: list[tuple[_TrackedCall, int]] = []
-        self._is_on_leaf = tensor.grad_fn is None
-        hook = unserializable_hook(partial(_receive, weakref.ref(self)))  # type: ignore[no-untyped-call]  # torch leaves it without types
-        self._handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def receive(self, gradient: Tensor | None) -> None:
-        """Take a gradient of the tensor."""
-        calls = self.calls[::-1]
-        if self._is_on_leaf:
-            self.calls = []
-            self._handle.remove()
-        for call, key in calls:
-            call.receive(key, gradient)
-
-    def __del__(self) -> None:
-        self._handle.remove()
+    The graph holds them by the node that made the tensor, and goes with that.
+    """
 
 
-def _receive(listener: weakref.ref[_Listener], gradient: Tensor | None) -> None:
-    alive = listener()
-    if alive is not None:
-        alive.receive(gradient)
+def _receive(calls: weakref.ref[_Calls], gradient: Tensor | None) -> None:
+    for call, key in (calls() or [])[::-1]:
+        call.receive(key, gradient)
 
 
 class _PendingGradients(dict[int, "Tensor | None"]):
@@ -97,30 +67,64 @@ class _PendingGradients(dict[int, "Tensor | None"]):
         self.entry = entry
 
 
-class _TrackedCall:
-    """One call of a module whose output can be differentiated."""
+class TrackedCall:
+    """One call of a module whose output can be differentiated.
+
+    The graph holds it, and it holds the log weakly.
+
+    Parameters
+    ----------
+    name : str
+        The name of the module.
+    kind : type
+        Its class.
+    output : Any
+        What it returned.
+    start : int
+        The number of operations that autograd had noted when the call began.
+    log : EventLog
+        Takes the event.
+    """
 
     def __init__(
-        self,
-        name: str,
-        kind: type[nn.Module],
-        items: list[int],
-        awaited: Mapping[int, Tensor],
-        log: weakref.ref[EventLog],
+        self, name: str, kind: type[nn.Module], output: Any, start: int, log: EventLog
     ) -> None:
-        self.name = name
+        self._name = name
         self._kind = kind
-        # The keys of everything that it returned, and the number of those with gradients.
-        self._items = items
-        self._num_awaited = len(awaited)
-        self._log = log
+        self._log = weakref.ref(log)
+        items = output if isinstance(output, tuple | list) else [output]
+        # As in torch's backward hooks, the entry of an item that is not a tensor is None.
+        found = [tensor for item in items for tensor in (*tensors(item),) or (None,)]
+        self._items = [id(tensor) for tensor in found]
+        # The keys of tensors with gradients, and of those among them that existed before.
+        self._awaited: set[int] = set()
+        self._older: set[int] = set()
+        self._views: list[tuple[Tensor, int]] = []
         # By backward pass, whose engine holds them: a pass that fails leaves nothing.
         self._received: weakref.WeakValueDictionary[int, _PendingGradients]
         self._received = weakref.WeakValueDictionary()
-        self._is_logged = not awaited
-        inner = [tensor for tensor in awaited.values() if tensor.grad_fn is not None]
-        views = [tensor for tensor in inner if private.base_of(tensor) is not None]
-        self._views = [(version_counter(view), version_of(view)) for view in views]
+        self._is_logged = False
+        for tensor in {id(tensor): tensor for tensor in found}.values():
+            if tensor is not None and tensor.requires_grad:
+                self._listen(tensor, start)
+
+    def _listen(self, tensor: Tensor, start: int) -> None:
+        node: Any = tensor.grad_fn
+        if node is None:
+            # A leaf outlives the graph, and so would a hook on it.
+            self._miss(OLDER)
+            return
+        self._awaited.add(id(tensor))
+        if private.place_of(node) < start:
+            self._older.add(id(tensor))
+        elif private.base_of(tensor) is not None:
+            self._views.append((version_counter(tensor), version_of(tensor)))
+        calls = node.metadata.get((self._log, tensor.output_nr))
+        if calls is None:
+            calls = node.metadata[self._log, tensor.output_nr] = _Calls()
+            hook = unserializable_hook(partial(_receive, weakref.ref(calls)))  # type: ignore[no-untyped-call]  # torch leaves it without types
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        calls.append((self, id(tensor)))
 
     def receive(self, key: int, gradient: Tensor | None) -> None:
         """Take the gradient of one tensor."""
@@ -130,8 +134,11 @@ class _TrackedCall:
             gradients = _PendingGradients([] if log is None else log.reserve())
             self._received[task] = gradients
             private.call_at_end_of_backward(partial(self._end, gradients))
+        if key in self._older:
+            self._miss(OLDER)
+            gradient = None
         gradients[key] = gradient
-        if len(gradients) == self._num_awaited:
+        if len(gradients) == len(self._awaited):
             self._end(gradients)
 
     def _end(self, gradients: _PendingGradients) -> None:
@@ -142,15 +149,19 @@ class _TrackedCall:
         if log is not None and any(gradient is not None for gradient in received.values()):
             self._check_views()
             value = tuple(map(received.get, self._items))
-            log.add(Event(self.name, self._kind, True, value, (), {}), gradients.entry)
-            log.warn_of_lost()
+            log.add(Event(self._name, self._kind, True, value, (), {}), gradients.entry)
+            log.warn_of_missing()
 
     def _check_views(self) -> None:
+        if any(version_of(view) != then for view, then in self._views):
+            self._miss(CHANGED)
+
+    def _miss(self, reason: str) -> None:
         log = self._log()
-        if log is not None and any(version_of(view) != then for view, then in self._views):
-            log.lost.add(self.name)
+        if log is not None:
+            log.miss(self._name, reason)
 
     def __del__(self) -> None:
-        # When a view is changed, autograd drops its node, and the listener with it.
+        # When a view is changed, autograd drops its node, and the calls with it.
         if not self._is_logged:
             self._check_views()

@@ -1,30 +1,23 @@
-"""The tracker that keeps a log of events, and `track`, which makes one.
-
-NOTE [Gradients of calls in a region]
-
-The first run of a checkpointed region makes no graph, so there is nothing to listen to. The
-backward pass runs the region's modules again, and gradients flow through the outputs of that run,
-perhaps after the block of a log. So a log marks the regions that run inside its block, on the
-object that torch keeps in the graph for each of them. In a re-run that object is found on the
-stack. The marks go with the graph, and the hooks that are left for re-runs go with the last mark.
-"""
+"""The tracker that keeps a log of events, and `track`, which makes one."""
 
 from __future__ import annotations
 
 import re
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.checkpoint_regions import Marks, is_rerun, regions
+from scio_recorder.capture.checkpoint_regions import is_rerun, regions
 from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError, warn
 from scio_recorder.events.event import Event, EventLog, Stash, Statistic, event_frame
-from scio_recorder.events.gradient_events import GradientListeners
+from scio_recorder.events.gradient_events import REENTRANT, TrackedCall
 from scio_recorder.layer import counted
 from scio_recorder.nets.architecture import nearest
 from scio_recorder.nets.hookable import takes_hooks
@@ -41,26 +34,6 @@ Pattern: TypeAlias = str | re.Pattern[str] | None
 
 StashValue: TypeAlias = Callable[[Tensor], Any]
 StashEvent: TypeAlias = Callable[[Event], Any]
-
-
-class _SeenRegion:
-    """One region of one log."""
-
-
-class _Regions(Marks):
-    """The regions that one log saw and that can still run again."""
-
-    def are_run_again(self) -> bool:
-        """Whether the caller is part of a re-run of a region that the log saw, or of one inside."""
-        return any(region.is_rerun and self.on(region.kept) for region in regions())
-
-    def mark(self) -> bool:
-        """Mark the regions that run around the caller; return whether there are any."""
-        found = [at.kept for at in regions() if at.is_reentrant and not at.is_rerun]
-        for region in found:
-            if self.on(region) is None:
-                self.hold(self.put(region, _SeenRegion()))
-        return bool(found)
 
 
 class Tracker:
@@ -89,15 +62,10 @@ class Tracker:
 
     def __init__(self, stash: StashEvent) -> None:
         self._log = EventLog(stash)
-        self._listeners = GradientListeners(self._log)
         self._hooks = CallHooks()
-        self._regions = _Regions()
-        # The names of modules that ran inside regions, and the hooks that stay on them afterwards.
-        self._inside: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-        self._for_reruns = CallHooks()
-        self._regions.when_over(partial(self._for_reruns.remove, waits=False))
-        for hooks in (self._hooks, self._for_reruns):
-            weakref.finalize(self, hooks.remove, waits=False).atexit = False
+        # For each module and thread, the starts of its calls, in operations that autograd counts.
+        self._starts: defaultdict[object, list[int]] = defaultdict(list)
+        weakref.finalize(self, self._hooks.remove, waits=False).atexit = False
 
     @property
     def stashes(self) -> list[Any]:
@@ -158,11 +126,7 @@ class Tracker:
     def unregister(self) -> None:
         """Log no more calls; gradients of calls that were logged are still logged."""
         self._hooks.remove()
-        self._for_reruns.remove()
-        if self._regions:
-            inside = [(module, name) for module, names in self._inside.items() for name in names]
-            self._for_reruns.add(*(CallHook(*one, after=self._take_rerun) for one in inside))
-        self._log.warn_of_lost()
+        self._log.warn_of_missing()
         self._warn_of_compiled()
 
     def clear(self) -> None:
@@ -225,12 +189,10 @@ class Tracker:
         return f"Tracker(stashes={len(self)}, tracking={len(self._hooks)})"
 
     def _register(self, modules: Mapping[str, nn.Module], grad: bool) -> None:
-        self._for_reruns.remove()
-        take = self._take_call_and_gradients if grad else self._take_call
-        self._hooks.add(*(CallHook(one, name, after=take) for name, one in modules.items()))
+        ends = (self._begin, self._take_with_gradients) if grad else (None, self._take)
+        self._hooks.add(*(CallHook(one, name, *ends) for name, one in modules.items()))
 
-    def _take_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._log.warn_of_lost()
+    def _take(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if private.transform_around() is not None:
             raise UnsupportedNetError(
                 f"the module {name!r} runs inside a torch.func transform (vmap, grad, ...), whose "
@@ -239,32 +201,30 @@ class Tracker:
         if not is_rerun():
             self._log.add(Event(name, type(module), False, output, args, kwargs))
 
-    def _take_call_and_gradients(
-        self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
-        self._take_call(name, module, args, kwargs, output)
-        if is_rerun():
-            self._take_rerun(name, module, args, kwargs, output)
-        elif torch.is_grad_enabled():
-            self._listeners.listen(name, type(module), output)
-        elif not torch.is_inference_mode_enabled() and self._regions.mark():
-            self._inside.setdefault(module, set()).add(name)
+    def _begin(self, name: str, *_: Any) -> None:
+        self._starts[name, get_ident()].append(private.num_operations())
 
-    def _take_rerun(
+    def _take_with_gradients(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        # Regions inside regions run twice in a backward pass, the first time without a graph.
-        if torch.is_grad_enabled() and is_rerun() and self._regions.are_run_again():
-            self._listeners.listen(name, type(module), output)
+        self._take(name, module, args, kwargs, output)
+        # A call that fails leaves its start behind, below those of later calls.
+        start = self._starts[name, get_ident()].pop()
+        if is_rerun():
+            return
+        if torch.is_grad_enabled():
+            TrackedCall(name, type(module), output, start, self._log)
+        elif not torch.is_inference_mode_enabled() and any(at.is_reentrant for at in regions()):
+            self._log.miss(name, REENTRANT)
 
     def _warn_of_compiled(self) -> None:
         names = list(self._hooks.compiled)
         self._hooks.compiled.clear()
         if names:
             warn(
-                f"calls of {counted(len(names), 'module')}, such as {names[0]!r}, are missing from "
-                "the log: they ran as compiled code, which can't be logged. Inside the block of "
-                "track(), run the net itself instead of the result of torch.compile()"
+                f"calls of {counted(len(names), 'module')}, such as {names[-1]!r}, are missing "
+                "from the log: they ran as compiled code, which can't be logged. Inside the block "
+                "of track(), run the net itself instead of the result of torch.compile()"
             )
 
 

@@ -75,6 +75,7 @@ def test_a_log_of_the_tensors_themselves_goes_with_the_tracker() -> None:
     assert not Marked.payloads
 
 
+@pytest.mark.filterwarnings("ignore:.*existed before its call:UserWarning")
 def test_many_training_steps_leave_nothing_behind() -> None:
     net = net_of_marks()
     net.bias = nn.Parameter(torch.zeros(3))
