@@ -31,9 +31,6 @@ __all__ = ["open_hidden_states"]
 _SUFFIX = ".safetensors"
 _STATES, _TOKENS = "hidden_states", "token_ids"
 _POSITION, _TOKEN = row_column("position"), row_column(_TOKENS)
-# The dtypes in which vLLM keeps hidden states, and token ids.
-_STATE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_TOKEN_DTYPES = {"I32": torch.int32, "I64": torch.int64}
 
 
 def open_hidden_states(
@@ -101,9 +98,10 @@ def open_hidden_states(
     return Recording(architecture, held, reductions={}, relative_errors={}, settings=settings)
 
 
-class _Contents(NamedTuple):
-    """What all files of a folder share for a token: its states, [layers, features], and its id."""
+class _File(NamedTuple):
+    """The number of tokens in a file, and for each its states, [layers, features], and its id."""
 
+    length: int
     states: TensorSpec
     token: TensorSpec
 
@@ -114,10 +112,10 @@ class _HiddenStates(RowReader):
     def __init__(self, path: str, num_layers: int) -> None:
         self.path = path
         self.requests = _requests(path)
-        lengths, kinds = zip(*(self._contents_of(name) for name in self.requests), strict=True)
-        kind: _Contents = kinds[0]
-        for name, other in zip(self.requests, kinds, strict=True):
-            if other != kind:
+        files = list(map(self._file_of, self.requests))
+        kind = files[0]
+        for name, other in zip(self.requests, files, strict=True):
+            if other[1:] != kind[1:]:
                 raise RecordingError(
                     f"{self._path_of(name)} holds other shapes or dtypes than {self.requests[0]}"
                     f"{_SUFFIX}: keep the files of different nets in different folders"
@@ -128,7 +126,7 @@ class _HiddenStates(RowReader):
                 f"the files in {path} hold {found} layers, and layers= names {num_layers}: give a "
                 "name for each layer"
             )
-        self.starts = list(accumulate(lengths, initial=0))
+        self.starts = list(accumulate((one.length for one in files), initial=0))
         self.table = {
             **dict.fromkeys(
                 map(str, range(num_layers)), TensorSpec((features,), kind.states.dtype)
@@ -137,8 +135,7 @@ class _HiddenStates(RowReader):
             _TOKEN: kind.token,
         }
 
-    def _contents_of(self, request: str) -> tuple[int, _Contents]:
-        """Return a file's number of tokens, and its kind of data for each."""
+    def _file_of(self, request: str) -> _File:
         path = self._path_of(request)
         with _opened(path) as file:
             found = sorted(file.keys())
@@ -149,16 +146,13 @@ class _HiddenStates(RowReader):
                 )
             states, tokens = file.get_slice(_STATES), file.get_slice(_TOKENS)
             shape, length = states.get_shape(), tokens.get_shape()
-            dtypes = _STATE_DTYPES.get(states.get_dtype()), _TOKEN_DTYPES.get(tokens.get_dtype())
+            dtypes = states[:0].dtype, tokens[:0].dtype
         if len(shape) != 3 or length != shape[:1]:
             raise RecordingError(
                 f"{path}: {_STATES} {shape} must be [tokens, layers, features], and {_TOKENS} "
                 f"{length} one for each token"
             )
-        if dtypes[0] is None or dtypes[1] is None:
-            raise RecordingError(f"{path} holds dtypes that vLLM does not write there")
-        token = TensorSpec((), dtypes[1])
-        return shape[0], _Contents(TensorSpec(tuple(shape[1:]), dtypes[0]), token)
+        return _File(shape[0], TensorSpec(tuple(shape[1:]), dtypes[0]), TensorSpec((), dtypes[1]))
 
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
         spec = self.table[name]
@@ -240,9 +234,6 @@ def _architecture(given: Sequence[str | int | DepthIdx]) -> Architecture:
             f"layers={given!r}: numbers must rise, since networks gather layers from the first to "
             "the last, whatever the order of the request; give names if your network differs"
         )
-    for key in given:
-        if isinstance(key, bool) or not (isinstance(key, str | int) or label_of(key)):
-            raise ArgumentError(f"layers= has {key!r}: give names, labels such as 1-3, or numbers")
     labels = [label_of(key) or Label((1, place + 1)) for place, key in enumerate(given)]
     names = [str(label_of(key) or key) for key in given]
     if not names or min(len(set(names)), len(set(labels))) < len(names):

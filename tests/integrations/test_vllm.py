@@ -134,7 +134,7 @@ def test_layers_are_named_labelled_or_numbered(tmp_path):
 
 @pytest.mark.parametrize(
     "layers",
-    ["ab", 2, [], ["a", "a"], [1, "1"], ["1-2", "a"], [True, 2], [1.5, 2], [None, "a"], [9, 3]],
+    ["ab", 2, [], ["a", "a"], [1, "1"], ["1-2", "a"], [9, 3]],
 )
 def test_layers_that_name_nothing(tmp_path, layers):
     make(tmp_path / "states")
@@ -192,19 +192,6 @@ def test_files_of_different_types(tmp_path, states, tokens):
     save_file(made, tmp_path / "states" / "7.safetensors")
     with pytest.raises(RecordingError, match=r"7\.safetensors holds .*in different folders"):
         open_hidden_states(tmp_path / "states", NAMES)
-
-
-@pytest.mark.parametrize(
-    ("states", "tokens"), [(torch.int64, torch.int64), (torch.float32, torch.float32)]
-)
-def test_types_that_vllm_does_not_write(tmp_path, states, tokens):
-    made = {
-        "hidden_states": torch.zeros(4, 2, 5, dtype=states),
-        "token_ids": torch.zeros(4, dtype=tokens),
-    }
-    save_file(made, tmp_path / "7.safetensors")
-    with pytest.raises(RecordingError, match="dtypes that vLLM does not write"):
-        open_hidden_states(tmp_path, NAMES)
 
 
 def test_files_cut_short_anywhere(tmp_path):
