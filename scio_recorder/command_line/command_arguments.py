@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
@@ -59,16 +59,16 @@ def collect(command: ArgumentParser) -> None:
     """
     summary(command)
     _add_run(command)
-    add, number = command.add_argument, whole_from(1)
+    add = command.add_argument
     what = "the batches: an iterable such as a DataLoader, or a function that makes one"
     add("--data", metavar="MODULE:NAME", required=True, help=what)
     what = "fill the folder together with others that run this command; --data is then a function "
-    add("--parts", type=number, metavar="N", help=f"{what}of the part, from 0 to N - 1")
+    add("--parts", type=int, metavar="N", help=f"{what}of the part, from 0 to N - 1")
     what = "labels such as 1-3, qualified names, or globs over names such as 'layer4.*'"
     add("--layers", nargs="+", required=True, metavar="LAYER", help=what)
     what = "the folder to write, or a place in a bucket such as s3://bucket/run"
     add("--out", "--store", dest="out", required=True, metavar="PATH", help=what)
-    add("--every", type=number, metavar="N", default=1, help="take every n-th batch (1)")
+    add("--every", type=int, metavar="N", default=1, help="take every n-th batch (1)")
     add("--keep-dtype", metavar="DTYPE", help="kept dtype, such as bfloat16")
     add("--resume", action="store_true", help="continue an interrupted recording")
 
@@ -128,7 +128,7 @@ def compare(command: ArgumentParser) -> None:
 
 def _add_run(command: ArgumentParser) -> None:
     add = command.add_argument
-    add("--max-batches", type=whole_from(1), metavar="N", help="stop after so many taken batches")
+    add("--max-batches", type=int, metavar="N", help="stop after so many taken batches")
     add("--rows", metavar="ROWS", help="a row, if not a sample: tokens, nodes, or MODULE:NAME")
     add("--train", action="store_true", help="leave nets in their mode; by default it is eval")
 
@@ -145,8 +145,8 @@ def demo(command: ArgumentParser) -> None:
     to 9. The demo needs scikit-learn, but no internet connection.
     """
     add = command.add_argument
-    add("--seed", type=whole_from(0), default=0, help="decides everything random (0)")
-    add("--epochs", type=whole_from(1), default=15, help="length of the training (15)")
+    add("--seed", type=int, default=0, help="decides everything random (0)")
+    add("--epochs", type=int, default=15, help="length of the training (15)")
 
 
 def size(text: str) -> tuple[int, ...]:
@@ -158,14 +158,3 @@ def size(text: str) -> tuple[int, ...]:
     if not shape or min(shape) < 0:
         raise ArgumentTypeError(f"{text!r} is not a shape; write it like 1,3,32,32")
     return shape
-
-
-def whole_from(least: int) -> Callable[[str], int]:
-    """Return a function that reads a whole number."""
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
-        return int(text)
-
-    return read

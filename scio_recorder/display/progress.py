@@ -51,37 +51,39 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
     """
     console, seconds = Console(stderr=True), _SECONDS.get()
     is_drawn = is_wanted and console.is_terminal
-    # If nobody looks, steps cost nothing.
-    is_seen = is_drawn or (is_wanted and seconds is not None)
+    is_printed = is_wanted and not is_drawn and seconds is not None
     samples = done_bytes = 0
     started = printed = time.monotonic()
     drawn = Progress(*_columns(what), console=console, transient=True, disable=not is_drawn)
     # Rich 13.7 ends a bar that is disabled with an empty line.
     with drawn if is_drawn else contextlib.nullcontext():
-        drawn.add_task(what, total=total, rate="", size="")
+        drawn.add_task(what, total=total, speed="")
         (task,) = drawn.tasks
 
         def advance(more_samples: int, more_bytes: int, steps: int = 1) -> None:
             nonlocal samples, done_bytes, printed
-            if not is_seen:
-                return
             samples += more_samples
             done_bytes += more_bytes
             now = time.monotonic()
-            elapsed = max(1e-9, now - started)
-            size = decimal(done_bytes) if done_bytes else ""
-            rate = f"{decimal(int(done_bytes / elapsed))}/s" if size else ""
-            rate = f"{samples / elapsed:,.0f} samples/s" if samples else rate
-            drawn.update(task.id, advance=steps, rate=rate, size=size)
-            if is_wanted and not is_drawn and seconds is not None and now - printed >= seconds:
+            speed = _speed(samples, done_bytes, now - started)
+            drawn.update(task.id, advance=steps, speed=speed)
+            if is_printed and now - printed >= (seconds or 0.0):
                 printed = now
                 steps_done = f"{what} {task.completed:,}/{'?' if total is None else f'{total:,}'}"
-                said = ", ".join(filter(None, [steps_done, rate, size]))
                 # The work goes on, although nobody reads the lines any more.
                 with contextlib.suppress(OSError):
-                    print(said, file=sys.stderr, flush=True)
+                    print(", ".join(filter(None, [steps_done, speed])), file=sys.stderr, flush=True)
 
         yield advance
+
+
+def _speed(samples: int, num_bytes: int, seconds: float) -> str:
+    """Return samples or bytes per second, and all bytes."""
+    seconds = max(1e-9, seconds)
+    size = decimal(num_bytes) if num_bytes else ""
+    rate = f"{samples / seconds:,.0f} samples/s" if samples else ""
+    rate = rate or (f"{decimal(int(num_bytes / seconds))}/s" if num_bytes else "")
+    return ", ".join(filter(None, [rate, size]))
 
 
 def _columns(what: str) -> tuple[ProgressColumn, ...]:
@@ -89,8 +91,7 @@ def _columns(what: str) -> tuple[ProgressColumn, ...]:
         TextColumn(what),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TextColumn("{task.fields[size]}"),
+        TextColumn("{task.fields[speed]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )

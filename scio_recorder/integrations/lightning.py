@@ -108,7 +108,6 @@ class LayerStatsMonitor(Callback):
         self._running: dict[tuple[bool, str], RunningStatistics] = {}
         self._tracker: Tracker | None = None
         self._stepped = False
-        self._warned = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the modules, so that a wrong selector is noticed before the first step.
@@ -126,6 +125,7 @@ class LayerStatsMonitor(Callback):
             A selector matches no module.
         """
         self._modules = choose_modules(pl_module, self.selectors)
+        self._running, self._stepped = {}, False
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -204,7 +204,7 @@ class LayerStatsMonitor(Callback):
         exception : BaseException
             The exception.
         """
-        self._end()
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave no trace.
@@ -218,13 +218,8 @@ class LayerStatsMonitor(Callback):
         stage : str
             "fit", here.
         """
-        self._end()
-
-    def _end(self) -> None:
         self._leave()
-        self._modules = {}
-        self._running.clear()
-        self._stepped = False
+        self._modules, self._running = {}, {}
 
     def _leave(self) -> None:
         if self._tracker is not None:
@@ -242,8 +237,7 @@ class LayerStatsMonitor(Callback):
         self._running.setdefault((event.grad, event.name), empty).update(event.value)
 
     def _log(self, trainer: Trainer) -> None:
-        if not self._running and not self._warned:
-            self._warned = True
+        if not self._running:
             rank_zero_warn(
                 "LayerStatsMonitor saw no call of the modules that it observes: they did not run "
                 "in this step, or run inside a compiled module, where hooks are not called"
