@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from scio_recorder.errors import ArgumentError, LayerNotFoundError
 from scio_recorder.layer import DepthIdx, text_of
@@ -44,7 +43,7 @@ def add_activations(
         The writer; in Lightning, ``TensorBoardLogger.experiment``.
     activations : mapping
         ``rnet.activations``, ``rnet.gradients`` or a :class:`~scio_recorder.Recording`, whose
-        layers with samples are read and written part by part.
+        layers with samples are read one after the other.
     global_step : int, optional
         The step that they belong to.
     tag : str, default "activations"
@@ -90,20 +89,16 @@ def add_activations(
             "rnet.activations, rnet.gradients or a Recording"
         )
     for label, name in _names(activations.architecture, _with_tensors(activations)).items():
-        running, counts = RunningStatistics(), np.zeros(len(writer.default_bins) - 1, np.int64)
-        for value in _values(activations, label):
-            running.update(value)
-            for tensor in real_tensors(value) if histograms else ():
-                finite = tensor[tensor.isfinite()].double().numpy(force=True)
-                counts += np.histogram(finite, writer.default_bins)[0]
+        value, running = activations[label], RunningStatistics()
+        # Of a recording, only this layer is in memory.
+        value = value[:] if isinstance(activations, Recording) else value
+        running.update(value)
         for statistic, number in running.scalars().items():
             if statistic in chosen:
                 writer.add_scalar(f"{tag}_{statistic}/{name}", number, global_step, walltime)
         if histograms and running.num_finite:
-            shown = _shown(running, counts, writer.default_bins)
-            writer.add_histogram_raw(
-                f"{tag}/{name}", **shown, global_step=global_step, walltime=walltime
-            )
+            finite = torch.cat([one[one.isfinite()].double() for one in real_tensors(value)])
+            writer.add_histogram(f"{tag}/{name}", finite, global_step, walltime=walltime)
 
 
 def _with_tensors(activations: LayerMapping[Any]) -> list[DepthIdx]:
@@ -122,28 +117,4 @@ def _names(architecture: Architecture, labels: list[DepthIdx]) -> dict[DepthIdx,
     return {
         label: name if calls[name] == 1 else f"{name}_{text_of(label)}"
         for label, name in names.items()
-    }
-
-
-def _values(activations: LayerMapping[Any], label: DepthIdx) -> Iterable[Any]:
-    if isinstance(activations, Recording):
-        return activations.parts(label)
-    return [activations[label]]
-
-
-def _shown(running: RunningStatistics, counts: NDArray[np.int64], edges: Any) -> dict[str, Any]:
-    """Return a histogram as TensorBoard keeps it: from the first to the last bin not empty."""
-    used = np.flatnonzero(counts)
-    first, last = (int(used[0]), int(used[-1])) if used.size else (0, 0)
-    finite, scalars = running.finite, running.scalars()
-    return {
-        "min": finite.low,
-        "max": finite.high,
-        "num": running.num_finite,
-        "sum": scalars["mean"] * running.num_finite,
-        "sum_squares": scalars["norm"] ** 2,
-        # TensorBoard stores upper edges only: an empty bin before the first provides its lower
-        # edge.
-        "bucket_limits": list(map(float, edges[first : last + 2])),
-        "bucket_counts": [0, *counts[first : last + 1].tolist()],
     }
