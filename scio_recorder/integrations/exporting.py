@@ -20,12 +20,11 @@ import math
 import os
 import shutil
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
@@ -63,11 +62,6 @@ class ExportedColumn:
     samples: Tensor
     layer: Layer | None = None
 
-    @classmethod
-    def of(cls, layer: Layer, samples: Tensor) -> Self:
-        """Name a layer by its label, and a qualified name if it has one: ``1-3_layer4.relu``."""
-        return cls("_".join(filter(None, [str(layer.label), layer.name])), samples, layer)
-
     @property
     def about(self) -> dict[str, Any]:
         """The description of a column, as JSON, for readers without this library."""
@@ -99,8 +93,12 @@ def columns_of(recording: Readable) -> list[ExportedColumn]:
     ArgumentError
         There is nothing to export, or values that no array can hold.
     """
+    layers = [recording.architecture[label] for label in recording.stored]
+    # A layer's label, and its qualified name if it has one: ``1-3_layer4.relu``.
+    names = ["_".join(filter(None, [str(layer.label), layer.name])) for layer in layers]
     columns = [
-        ExportedColumn.of(recording.architecture[one], recording[one]) for one in recording.stored
+        ExportedColumn(name, recording[layer.label], layer)
+        for name, layer in zip(names, layers, strict=True)
     ]
     if not columns:
         raise ArgumentError(
@@ -217,17 +215,13 @@ def to_datasets(recording: Readable, path: str | os.PathLike[str]) -> datasets.D
         features[column.name] = _feature(library, plain(column.read(0, 0)))
     info = library.DatasetInfo(description=json.dumps(about(recording, columns)), features=features)
     with _new_folder(path) as folder:
-        data = folder / "data-00000-of-00001.arrow"
-        with library.arrow_writer.ArrowWriter(features=features, path=str(data)) as writer:
+        # The library writes it once more, in its own layout.
+        data = str(folder.with_name("parts.arrow"))
+        with library.arrow_writer.ArrowWriter(features=features, path=data) as writer:
             for part in parts_of(recording, columns):
                 writer.write_batch(values_of(recording, columns, part))
             writer.finalize()
-        info.write_to_directory(str(folder))
-        (folder / "state.json").write_text(json.dumps(_state(data.name)), encoding="utf-8")
-        # The library's `save_to_disk` would write everything a second time. This shows whether it
-        # can read the folder, before anybody else does.
-        if len(library.load_from_disk(str(folder))) != recording.num_rows:
-            raise RecordingError("this version of datasets reads another number of rows")
+        library.Dataset.from_file(data, info=info).save_to_disk(folder, num_shards=1)
     return library.load_from_disk(os.fspath(path))
 
 
@@ -260,20 +254,6 @@ def _feature(library: Any, array: NDArray[Any]) -> Any:
     for length in reversed(shape):
         feature = library.List(feature, length=length)
     return feature
-
-
-def _state(name: str) -> dict[str, Any]:
-    """Return the ``state.json`` that ``datasets.load_from_disk`` reads."""
-    return {
-        "_data_files": [{"filename": name}],
-        # The library's `map` finds cached results by it, so each export has its own.
-        "_fingerprint": uuid.uuid4().hex[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
 
 
 def _layout(name: str, shape: Sequence[int], dtype: Any, line: str) -> dict[str, Any]:
