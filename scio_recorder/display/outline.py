@@ -59,11 +59,6 @@ class Node:
     is_recorded: bool
     remark: str | None = None
 
-    @property
-    def level(self) -> int:
-        """The number of rows around this one."""
-        return len(self.followed) - 1
-
 
 def outline(what: str, rows: Sequence[Layer], recorded: Collection[DepthIdx] | None) -> Outline:
     """Return rows with a title such as ``Recorder: ResNet, 3 of 63 layers recorded``.
@@ -204,7 +199,7 @@ def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> Re
       0-1    Sequential  (1, 3)            15
       1-1    └ 0 Linear  (1, 3)            15
     """
-    title = Text(visible(shown.title), "bold", no_wrap=True, overflow="ellipsis")
+    title = _line((visible(shown.title), "bold"))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("  Label", no_wrap=True)
     # Text that does not wrap, in columns that may: rich narrows these.
@@ -232,7 +227,7 @@ def _branch(node: Node, name: str, width: int) -> Text:
     if len(guides) > width:
         guides = f"…{guides[len(guides) - width + 1 :]}"
     return _line(
-        (guides if node.level else "", "dim"),
+        (guides if layer.depth else "", "dim"),
         f"{visible(name)} " if name else "",
         (visible(layer.type_name), "cyan" if layer.executed else ""),
         (call_text(layer), "italic"),
@@ -284,8 +279,8 @@ def tree_html(shown: Outline, *, links: bool = False) -> Iterator[str]:
     yield '<ul class="sn-tree">'
     depth = 0
     for node in nodes(shown):
-        yield "</ul></details></li>" * (depth - node.level)
-        depth = node.level + node.has_children
+        yield "</ul></details></li>" * (depth - node.layer.depth)
+        depth = node.layer.depth + node.has_children
         if node.has_children:
             yield f"<li><details open><summary {_row(node, shown, links)}</summary>"
             yield '<ul class="sn-children">'
@@ -385,18 +380,14 @@ class Listing:
             width = max(len(name), *(len(row[place]) for row in self.rows), 0)
             # Short words are never cut off.
             least = width if width <= _SHORT or not place else None
-            table.add_column(_cell(name), min_width=least, max_width=_WIDEST)
+            table.add_column(_line(visible(name)), min_width=least, max_width=_WIDEST)
         for name in self.numbers:
             table.add_column(name, justify="right", no_wrap=True)
         for place, row in enumerate(self.rows):
             style = "bold" if place in self.marked else ""
-            table.add_row(*map(_cell, row), style=style)
+            table.add_row(*(_line(visible(cell)) for cell in row), style=style)
         title = Text(visible(self.title), "bold")
         return Group(title, *([table] * bool(self.rows)), *(Text(visible(n)) for n in self.notes))
-
-
-def _cell(text: str) -> Text:
-    return Text(visible(text), no_wrap=True, overflow="ellipsis")
 
 
 class Listed:
