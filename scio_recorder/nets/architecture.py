@@ -215,7 +215,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         >>> label_net(nn.Sequential(relu, relu), input_size=(1, 4))[1].labels_of("0")
         ((1, 1), (1, 2))
         """
-        return tuple(label for label in self.rows_of(name) if self._rows[label].executed)
+        return tuple([label for label in self.rows_of(name) if self._rows[label].executed])
 
     def rows_of(self, name: str) -> tuple[DepthIdx, ...]:
         """Return the labels of all rows of a module, including rows that did not run.
@@ -279,10 +279,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         >>> architecture.in_order(architecture)
         [(1, 1), (1, 2), (0, 1)]
         """
-        ranks = ((self._rows[label].completion, label) for label in labels)
-        return [
-            label for _, label in sorted((-1 if at is None else at, label) for at, label in ranks)
-        ]
+        ranks = [(self._rows[label].completion, label) for label in labels]
+        return [label for _, label in sorted([(-1 if at is None else at, k) for at, k in ranks])]
 
     def enclosing(self, label: DepthIdx) -> list[DepthIdx]:
         """Return the calls inside which a layer ran, the nearest first, without the layer itself.

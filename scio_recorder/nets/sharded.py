@@ -79,8 +79,8 @@ def is_sharded(net: nn.Module) -> bool:
     False
     """
     spread = dtensor_type()
-    state = (*net.parameters(), *net.buffers()) if spread else ()
-    return bool(fsdp_modules(net)) or any(isinstance(one, spread) for one in state)
+    state = [*net.parameters(), *net.buffers()] if spread else []
+    return bool(fsdp_modules(net) or [one for one in state if isinstance(one, spread)])
 
 
 def dtensor_type() -> tuple[type, ...]:

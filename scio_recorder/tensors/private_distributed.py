@@ -33,7 +33,7 @@ def _naming(name: str) -> Iterator[None]:
 def loaded(module: str, *names: str) -> tuple[type, ...]:
     """Return classes of a module that takes long to import; none if nobody has imported it."""
     found = sys.modules.get(module)
-    return tuple(getattr(found, name) for name in names if hasattr(found, name))
+    return tuple([getattr(found, name) for name in names if hasattr(found, name)])
 
 
 def fsdp_modules(net: nn.Module) -> list[nn.Module]:

@@ -131,7 +131,10 @@ def reached(roots: Iterable[Any]) -> dict[int, Found]:
         if id(one.value) in found:
             continue
         found[id(one.value)] = one
-        for parts_of in _kind(_type(one.value)).parts:
+        kind = _kind(_type(one.value))
+        if kind.has_attributes and type(one.value.__dict__) is dict:
+            waiting.append(Found(one.value.__dict__, "", one))
+        for parts_of in kind.parts:
             for name, part in parts_of(one.value):
                 if type(name) not in _NAMES and not _is_value(_type(name)):
                     waiting.append(Found(name, "", one))
@@ -177,9 +180,8 @@ def _of_script(value: Any) -> Iterable[tuple[Any, Any]]:
     return [*value.named_parameters(), *value.named_buffers()]
 
 
-def _of_attributes(value: Any) -> Iterable[tuple[Any, Any]]:
-    found = getattr(value, "__dict__", None)
-    return [("", found)] if type(found) is dict else ()
+def _of_partial(value: Any) -> Iterable[tuple[Any, Any]]:
+    return [("", value.func), ("", value.args), ("", value.keywords)]
 
 
 def _of_members(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -231,11 +233,11 @@ _PARTS: tuple[tuple[Any, _PartsOf], ...] = (
     (np.ndarray, _of_array),
     (types.FunctionType, _of_function),
     ((types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType), _of_method),
+    (partial, _of_partial),
     (weakref.ref, _of_reference),
 )
 _MEMBERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (types.CellType, ("cell_contents",)),
-    (partial, ("func", "args", "keywords")),
     (np.random.Generator, ("bit_generator",)),
 )
 # What has a state of its own: how it is read, and put back.
@@ -253,6 +255,7 @@ class _Kind(NamedTuple):
     """What is known of all objects of a class."""
 
     parts: list[_PartsOf]
+    has_attributes: bool
     # The names of slots of a class that is written in Python, and of their like.
     members: list[str]
     # The built-in container that the class is, or is derived from.
@@ -269,20 +272,23 @@ def _kind(kind: type) -> _Kind:
     is_module = issubclass(kind, nn.Module)
     if str(kind.__module__).startswith(_RECORDER if is_module else _MACHINERY):
         is_moving = hasattr(kind, "__next__") or hasattr(kind, "qsize")
-        return _Kind([], [], None, states, is_moving or issubclass(kind, io.IOBase))
+        return _Kind([], False, [], None, states, is_moving or issubclass(kind, io.IOBase))
     parts = [parts_of for base, parts_of in _PARTS if issubclass(kind, base)]
     members = [name for base, names in _MEMBERS if issubclass(kind, base) for name in names]
     members += _slots(kind)
     bases = (*_MAPPINGS, list, deque, set)
     base = next((base for base in bases if issubclass(kind, base)), None)
-    if hasattr(kind, "__dict__") and kind.__dictoffset__:
-        parts.append(_of_attributes)
     if members:
         parts.append(_of_members)
-    is_opaque = not (parts or states or issubclass(kind, Tensor)) and _may_change(kind)
-    if issubclass(kind, torch.jit.ScriptModule):
+    is_script = issubclass(kind, torch.jit.ScriptModule)
+    if is_script:
         parts = [_of_script]
-    return _Kind(parts, members, base, states, is_opaque or issubclass(kind, io.IOBase))
+    has_attributes = hasattr(kind, "__dict__") and bool(kind.__dictoffset__) and not is_script
+    is_seen = parts or has_attributes or states or issubclass(kind, Tensor)
+    is_opaque = not is_seen and _may_change(kind)
+    return _Kind(
+        parts, has_attributes, members, base, states, is_opaque or issubclass(kind, io.IOBase)
+    )
 
 
 def _slots(kind: type) -> list[str]:
@@ -355,8 +361,9 @@ def _noted(tensor: Tensor, *, with_values: bool) -> _TensorNote:
 
 def _marks_of(notes: Sequence[_TensorNote]) -> list[tuple[int, int, bool]]:
     """Return what differs once tensors are written to, moved, frozen or thawed."""
-    tensors = [note.tensor for note in notes]
-    return [(one._version, one.data_ptr(), one.requires_grad) for one in tensors]
+    return [
+        (note.tensor._version, note.tensor.data_ptr(), note.tensor.requires_grad) for note in notes
+    ]
 
 
 # -- the state of a network ------------------------------------------------------------------------
@@ -428,7 +435,7 @@ class NetState:
         if only_buffers:
             tensors = [one for one in tensors if id(one) in buffers]
         parameters = [one for one in values if isinstance(one, nn.Parameter)]
-        self.leaves = [*parameters, *(one for one in tensors if one.is_leaf and one.requires_grad)]
+        self.leaves = parameters + [one for one in tensors if one.is_leaf and one.requires_grad]
         weights = [one for one in tensors if isinstance(one, nn.Parameter)]
         known = buffers | {*map(id, weights)}
         others = [one for one in tensors if id(one) not in known]
@@ -492,7 +499,7 @@ class NetState:
 
     @torch.no_grad()
     def _put_back_tensors(self, notes: list[_TensorNote]) -> None:
-        lost = []
+        self._lost = []
         for tensor, data, written, values, requires_grad, version, put_back_version in notes:
             is_inference = version < 0
             is_counted = not is_inference and tensor._version != version
@@ -502,14 +509,13 @@ class NetState:
             if tensor.requires_grad != requires_grad and tensor.is_leaf:
                 tensor.requires_grad_(requires_grad)
             if values is None and is_counted:
-                lost.append(tensor)
+                self._lost.append(self._found[id(tensor)].path)
             if values is not None:
                 with torch.inference_mode(is_inference):
                     written.copy_(values)
             if values is not None and is_counted:
                 # A graph that holds the tensor is as good as before.
                 put_back_version()
-        self._lost = [self._found[id(tensor)].path for tensor in lost]
 
     def warn_of_traces(self) -> None:
         """Warn of what may have changed and can't be put back."""
