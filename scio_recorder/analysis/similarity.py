@@ -35,7 +35,7 @@ from scio_recorder.display.figure import draw_matrix
 from scio_recorder.display.outline import full_name, visible
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ArgumentError, ComparisonError, needing
-from scio_recorder.layer import DepthIdx, Layer, counted, label_of
+from scio_recorder.layer import DepthIdx, Layer, label_of
 from scio_recorder.recording import Recording
 from scio_recorder.recording.loader import rows_of
 from scio_recorder.reductions.base import undisturbed
@@ -82,7 +82,7 @@ def similarity(
     Raises
     ------
     ComparisonError
-        The samples are not the same, there are fewer than two rows, or layers were reduced.
+        The samples are not the same, or layers were reduced.
     LayerNotFoundError
         A selector matches no layer of a recording.
 
@@ -114,11 +114,6 @@ def similarity(
     samples = [
         _samples_of(one, layers, name) for one, name in zip(recordings, _NAMES, strict=False)
     ]
-    if recording_a.num_rows < 2:
-        raise ComparisonError(
-            f"recording_a has {counted(recording_a.num_rows, 'row')}, but similarity needs at "
-            "least two"
-        )
     orders = [None, *(_paired_rows(recording_a, one) for one in recordings[1:])]
     device = _device([values for side in samples for values in side.values()])
     with undisturbed(device.type):
@@ -284,8 +279,7 @@ class _Features:
         spread = float((high - low).amax()) if self.width else 0.0
         self.trouble = "" if spread else "is the same in all rows"
         if not math.isfinite(spread):
-            held = bool(low.isfinite().all() and high.isfinite().all())
-            self.trouble = "spreads beyond float64" if held else "has values that are not finite"
+            self.trouble = "has values that are not finite, or spread beyond float64"
         # The scale cancels out. It keeps fourth powers of large values from overflowing. The
         # reciprocal of the smallest numbers would overflow itself.
         self._scale = math.nan if self.trouble else spread

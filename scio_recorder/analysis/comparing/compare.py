@@ -122,12 +122,6 @@ def compare(
     feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
     one, two = _side(reference, "reference", feeds[0]), _side(candidate, "candidate", feeds[1])
     _refuse_other_rows(one, two, rows)
-    networks = [side for side in (one, two) if isinstance(side, NetworkSide)]
-    if networks and batches is None:
-        raise ComparisonError(
-            "there are no batches, but a network needs some to run on: write compare(reference, "
-            "candidate, batches)"
-        )
     pairs, unmatched = match_sides(one, two, match)
     compared = [pair for pair in pairs if pair.error is None]
     # Layers of the reference of which at least one side knows only digests.
@@ -140,9 +134,9 @@ def compare(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         _open(stack, one, two, compared, keeps_digests=len(digested) == len(compared))
-        total = feeds[0].num_batches if networks else None
+        total = feeds[0].num_batches or None
         advance = stack.enter_context(progress_bar("comparing", total, is_wanted=progress))
-        for block in _blocks(one, two, networks, feeds[0], rows):
+        for block in _blocks(one, two, feeds[0], rows):
             _load(one, two, block)
             comparison.add(block, one, two)
             advance(len(block.ids), 0)
@@ -240,14 +234,11 @@ def _apart(*sides: Side) -> contextlib.AbstractContextManager[Any]:
     return untouched(own[0]) if is_shared else contextlib.nullcontext()
 
 
-def _blocks(
-    one: Side, two: Side, networks: Sequence[NetworkSide], feed: Feed, rows: Rows | None
-) -> Iterator[SampleBlock]:
+def _blocks(one: Side, two: Side, feed: Feed, rows: Rows | None) -> Iterator[SampleBlock]:
     """Yield the samples to compare, part by part."""
-    recordings = [side for side in (one, two) if isinstance(side, RecordingSide)]
-    if len(recordings) == 2:
-        return _parts(recordings[0], recordings[1])
-    return _batches(networks[0], next(iter(recordings), None), feed, rows)
+    if isinstance(one, NetworkSide):
+        return _batches(one, two if isinstance(two, RecordingSide) else None, feed, rows)
+    return _batches(two, one, feed, rows) if isinstance(two, NetworkSide) else _parts(one, two)
 
 
 def _batches(
@@ -265,7 +256,10 @@ def _batches(
         if not missing:
             yield block
     if block is None:
-        raise ComparisonError("batches is empty: it gave no batch to run on")
+        raise ComparisonError(
+            "batches is empty: there are no batches, but a network needs some to run on: write "
+            "compare(reference, candidate, batches)"
+        )
     if recording is not None:
         refuse_missing(missing, f"the {recording.what}", "the batches have")
         if feed.asked.max_batches is None:

@@ -82,13 +82,12 @@ def paired_inputs(
         return pairs
     if module is None or other is None:
         return _in_order(own, others)
-    own, others = (
-        _parts_of(tuple(_complete(*given))) for given in ((module, reference), (other, candidate))
-    )
+    reference, candidate = _complete(module, reference), _complete(other, candidate)
+    own, others = _parts_of(tuple(reference)), _parts_of(tuple(candidate))
     pairs = _by_place(own, others)
     # Another author's code may well receive other numbers and words, and may itself make what the
     # other one receives, such as a mask, unless both have that argument.
-    shared = _parameters(module).keys() & _parameters(other).keys()
+    shared = reference.kwargs.keys() & candidate.kwargs.keys()
     are_alike = any(place[1] in shared for place in own.keys() ^ others.keys())
     if pairs is not None or are_alike or type(module) is type(other):
         return pairs
@@ -150,20 +149,10 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _complete(module: nn.Module, inputs: Inputs) -> Inputs:
-    """Return inputs by the names of forward's parameters, with its defaults filled in."""
-    given = inputs.named(module)
-    defaults = {
-        name: parameter.default
-        for name, parameter in _parameters(module).items()
-        if name in given or parameter.default is not parameter.empty
-    }
-    # In the order of the signature.
-    return Inputs((), {**defaults, **given})
-
-
-def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a module's forward; none if its signature can't be read."""
+    """Return inputs by the names of forward's parameters, if it has any, with its defaults."""
     try:
-        return inspect.signature(module.forward).parameters
+        bound = inspect.signature(module.forward).bind(*inputs.args, **inputs.kwargs)
     except (TypeError, ValueError):
-        return {}
+        return inputs
+    bound.apply_defaults()
+    return Inputs((), bound.arguments)

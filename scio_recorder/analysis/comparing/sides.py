@@ -213,13 +213,8 @@ class RecordingSide:
         # The places of the current samples, and of their rows.
         self._samples: list[int] = []
         self._rows: slice | list[int] = []
-        digests = {label: _digests_of(recording, label) for label in recording.reductions}
-        # A layer's output need not have a row for each sample: embeddings of positions don't.
-        self.digests = {
-            label: found
-            for label, found in digests.items()
-            if found is not None and len(found) == recording.num_rows
-        }
+        digests = [(label, _digests_of(recording, label)) for label in recording.reductions]
+        self.digests = {label: found for label, found in digests if found is not None}
         self.labels = (*recording.stored, *self.digests)
         # Layers without values by sample: reduced layers, and digests of others.
         left_out = (label for label in recording if label not in self.labels)
@@ -325,9 +320,11 @@ def refuse_missing(keys: Sequence[object], where: str, who: str) -> None:
 
 
 def _digests_of(recording: Recording, label: DepthIdx) -> Tensor | None:
-    """Return a layer's digests, if it has some; those by class have lost the order of samples."""
+    """Return a layer's digests, if it has one for each row."""
     reductions, values = several(recording.reductions[label]), several(recording[label])
     for one, found in zip(reductions, values, strict=False):
-        if isinstance(one, Digest) and one.keeps_rows:
+        # Those by class have lost the order of samples. A layer's output need not have a row for
+        # each sample: embeddings of positions don't.
+        if isinstance(one, Digest) and one.keeps_rows and len(found) == recording.num_rows:
             return cast("Tensor", found)
     return None
