@@ -233,8 +233,29 @@ def test_equal_calls_may_be_written_otherwise() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.inner(x, offset=None, factor=2.0)
 
-    sides = [Recorder(each, input_size=(2, 3)) for each in (Passes(2.0), Keyword(2.0))]
-    assert compare(*sides, [torch.ones(2, 3)])["inner"].inputs_equal is True
+    class Short(Passes):
+        def forward(self, x: Tensor) -> Any:
+            return self.inner(x)
+
+    for nets in ((Passes(2.0), Keyword(2.0)), (Passes(1.0), Short(2.0))):
+        sides = [Recorder(each, input_size=(2, 3)) for each in nets]
+        assert compare(*sides, [torch.ones(2, 3)])["inner"].inputs_equal is True
+
+
+def test_the_first_sample_is_that_of_any_tensor() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x.clamp(max=2), x.clamp(max=1)
+
+    class Other(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x, x
+
+    sides = [Recorder(each, input_size=(3, 2)) for each in (Pair(), Other())]
+    first = compare(*sides, [torch.tensor([[0.0, 0.0], [0.0, 1.5], [3.0, 3.0]])]).first
+    assert first is not None
+    assert (first.sample_id, first.index, first.part) == (1, (1,), 1)
+    assert (first.reference, first.candidate) == (1.0, 1.5)
 
 
 def test_another_number_of_tensors_is_an_error_of_the_layer() -> None:
