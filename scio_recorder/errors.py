@@ -230,10 +230,6 @@ def needing(extra: str, what: str) -> Iterator[None]:
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, and name the line of the user's code that led here, at any depth."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and _package_of(frame.f_globals) in _BETWEEN:
+    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
-
-
-def _package_of(names: dict[str, Any]) -> str:
-    return str(names.get("__name__")).partition(".")[0]

@@ -74,11 +74,7 @@ def collect(command: ArgumentParser) -> None:
 
 
 def status(command: ArgumentParser) -> None:
-    """Show the progress of a recording that processes fill in parts.
-
-    The rate is the one that the processes report. The time left is an estimate for as many
-    processes as there are now.
-    """
+    """Show the progress of a recording that processes fill in parts."""
     inspect(command)
 
 

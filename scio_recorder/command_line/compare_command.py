@@ -29,8 +29,6 @@ from scio_recorder.recording.feed import Feed
 from scio_recorder.stores.disk_format.medium import is_url
 from scio_recorder.tensors.structures import map_tensors, tensors
 
-_NOTHING = object()
-
 
 def compare(parsed: Namespace, console: Console) -> int:
     """Find the layers in which two runs differ, and the one that makes the difference."""
@@ -90,8 +88,8 @@ def _first_inputs(batches: Any) -> tuple[Inputs | None, Any]:
     if batches is None:
         return None, None
     feed, iterator = Feed(batches), iter(batches)
-    first = next(iterator, _NOTHING)
-    if first is _NOTHING:
+    first = next(iterator, None)
+    if first is None:
         raise UsageError("--data gives no batches")
     return feed.inputs(first), chain([first], iterator) if iterator is batches else batches
 

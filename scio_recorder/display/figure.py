@@ -45,7 +45,6 @@ SATURATION_BOUNDS: dict[str, tuple[float | None, float | None]] = {
 _COLUMNS = 5
 # Blue and vermilion of Okabe and Ito, which differ for colour-blind readers and in grey.
 BLUE, VERMILION = "#0072B2", "#D55E00"
-_MOST_TICKS = 40
 
 
 @dataclass(frozen=True)
@@ -130,12 +129,18 @@ def draw_histograms(layers: Sequence[LayerSummary]) -> Figure:
 def draw_depth(layers: Sequence[LayerSummary]) -> Figure:
     """Draw mean, spread and extremes of each layer over the depth of the net."""
     drawn = [one for one in layers if np.isfinite(_finite(one)[0])]
-    figure = blank((min(14.0, max(6.0, 2.5 + 0.25 * len(drawn))), 4.2))
+    width = _width_of(len(drawn))
+    figure = blank((width, 4.2))
     if drawn:
-        _depth(figure.subplots(), drawn)
+        _depth(figure.subplots(), drawn, width)
         figure.legend(loc="outside upper right", ncols=3, fontsize=8)
     _name_others(figure, layers, drawn)
     return figure
+
+
+def _width_of(num_layers: int) -> float:
+    """Return the inches that layers side by side take."""
+    return min(14.0, max(6.0, 2.5 + 0.25 * num_layers))
 
 
 def _name_others(
@@ -190,7 +195,7 @@ def _histogram(axis: Axes, layer: Layer, bars: Bars | None) -> None:
         axis.text(0.98, 0.95, text, ha="right", va="top", fontsize=6, transform=axis.transAxes)
 
 
-def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
+def _depth(axis: Axes, layers: Sequence[LayerSummary], width: float) -> None:
     places = np.arange(len(layers))
     mean, std, low, high = np.array([_finite(one) for one in layers]).T
     spread = mean - std, mean + std
@@ -202,9 +207,7 @@ def _depth(axis: Axes, layers: Sequence[LayerSummary]) -> None:
         axis.plot(places, values, color=VERMILION, marker=marker, markersize=3, linestyle=":")
     axis.plot([], [], color=VERMILION, linestyle=":", marker="^", markersize=3, label="min, max")
     _scale(axis, std)
-    ticks = places[:: math.ceil(len(layers) / _MOST_TICKS)]
-    names = [short_title(layers[place].layer, 28) for place in ticks]
-    axis.set_xticks(ticks, names, rotation=90, fontsize=7, parse_math=False)
+    _name_ticks(axis, "x", [short_title(one.layer, 20) for one in layers], width)
     axis.set_xlabel("layer, in the order in which they return")
     axis.set_ylabel("value")
     axis.grid(axis="y", alpha=0.3)
@@ -329,7 +332,7 @@ def draw_profile(
     marked : int or None
         The layer that stands out.
     """
-    width = min(14.0, max(6.0, 2.5 + 0.25 * len(names)))
+    width = _width_of(len(names))
     figure = blank((width, 4.8))
     axis = figure.subplots()
     axis.set_yscale("log")

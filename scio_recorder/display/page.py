@@ -64,15 +64,6 @@ def _section(name: str, body: str, kind: str = "") -> str:
     return f'<section id="{key}" class="{kind}" aria-labelledby="h-{key}">{heading}{body}</section>'
 
 
-def search_box(what: str) -> str:
-    """Return a box that searches the layers of a page; ``what`` names the searched part."""
-    return (
-        '<div class="tools" hidden><input type="search" id="search" placeholder="Search layers" '
-        f'aria-label="Search {what} by label, name or type">'
-        '<output id="found" aria-live="polite"></output></div>'
-    )
-
-
 class Column(NamedTuple):
     """A column of a table of layers: its name, a text for each layer, and numbers to sort by."""
 
@@ -115,6 +106,11 @@ def table_html(what: str, layers: Sequence[Layer], columns: Sequence[Column]) ->
         HTML.
     """
     shown = [column for column in columns if any(column.texts)]
+    yield (
+        '<div class="tools" hidden><input type="search" id="search" placeholder="Search layers" '
+        'aria-label="Search layers by label, name or type">'
+        '<output id="found" aria-live="polite"></output></div>'
+    )
     # The arrow of the first heading would suggest an order of labels.
     yield '<p class="quiet">Rows are in the order of execution: press a heading to sort them.</p>'
     yield '<p class="quiet scrolls" aria-hidden="true">Scroll sideways for more columns &rarr;</p>'

@@ -90,7 +90,6 @@ def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
     if not layers:
         yield "<p>No layer was recorded.</p>"
         return
-    yield page.search_box("statistics and histograms")
     # What is wrong comes first: a narrow screen shows only the first columns.
     columns = sorted(_columns(layers), key=lambda one: not (one.alarms and one.name in _FAULTS))
     yield from page.table_html("Statistics of layers", [one.layer for one in layers], columns)

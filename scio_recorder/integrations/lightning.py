@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -308,8 +307,8 @@ class GuardCallback(Callback):
             )
         self.rnet = rnet
         self.guard: Guard | None = None
-        options = {"gradients": gradients, "action": action, "kinds": kinds}
-        self._begin = partial(rnet.guard, keep_inputs=keep_inputs, **options)
+        self._options = {"gradients": gradients, "action": action, "kinds": kinds}
+        self._options["keep_inputs"] = keep_inputs
         self._block = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -324,7 +323,7 @@ class GuardCallback(Callback):
         stage : str
             "fit", "validate", "test" or "predict".
         """
-        self.guard = self._block.enter_context(self._begin())
+        self.guard = self._block.enter_context(self.rnet.guard(**self._options))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -35,7 +35,6 @@ from scio_recorder.display.page import (
     link_html,
     number_text,
     page_html,
-    search_box,
     table_html,
     write_page,
 )
@@ -383,10 +382,11 @@ def _page(found: Difference, title: str | None) -> str:
         ("Layers that differ", f"{sum(one.differs for one in found.values()):,}"),
         ("Fingerprint of the reference", found.architecture.fingerprint[:12]),
     ]
+    compared = [found.architecture[label] for label in found]
     sections = {
         "Result": _result(found),
         "Architecture": tree_html(replace(found._outline(), title=found.count), links=True),
-        "Layers": _table(found),
+        "Layers": table_html("Differences of layers", compared, _columns(found)),
         "Definitions": [asset("difference-words.html")],
     }
     return page_html(
@@ -401,12 +401,6 @@ def _result(found: Difference) -> Iterator[str]:
         said = f'<div class="warning">{said}{row}</div>'
     yield said
     yield from (f"<p>{text(note)}</p>" for note in found.notes)
-
-
-def _table(found: Difference) -> Iterator[str]:
-    yield search_box("layers")
-    layers = [found.architecture[label] for label in found]
-    yield from table_html("Differences of layers", layers, _columns(found))
 
 
 def _layer_text(layer: Layer) -> str:
