@@ -81,7 +81,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         self.num_sharing = 1
 
     def __getitem__(self, key: DepthIdx | str) -> Layer:
-        return self._rows[self.resolve(key)]
+        found = self._rows.get(key) if isinstance(key, Label) else None
+        return found or self._rows[self.resolve(key)]
 
     def __iter__(self) -> Iterator[DepthIdx]:
         return iter(self._rows)
