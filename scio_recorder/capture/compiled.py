@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from scio_recorder.capture.around import Around
 from scio_recorder.capture.program import Program
 from scio_recorder.errors import FlowError, PostprocessorError, UnsupportedNetError
-from scio_recorder.layer import DepthIdx
+from scio_recorder.layer import DepthIdx, few
 from scio_recorder.nets.records import Records, copied
 from scio_recorder.postprocessors.assigning import Postprocessor
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
+
+
+class AroundCompiledRecorder(Around):
+    """Stands for the compiled call of a recorder, and calls a function before it.
+
+    Parameters
+    ----------
+    prepare : callable
+        Takes no arguments.
+    """
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        self._prepare = prepare
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand for a call."""
+        if not torch.compiler.is_compiling():
+            self._prepare()
+        return self.inner(*args, **kwargs)
 
 
 class CompiledPass:
@@ -28,6 +50,8 @@ class CompiledPass:
         self.is_aside = False
         self.counts: dict[int, int] = {}
         self.values: dict[DepthIdx, Any] = {}
+        # The modules that have hooks of others behind ours, whose changes a record misses.
+        self.overtaken: dict[int, bool] = {}
         # Whether copies were taken off a graph.
         self.is_on_graph = False
 
@@ -80,9 +104,16 @@ class CompiledPass:
             Layers ran more or less often than at labelling. Only here: in a compiled pass there is
             no place to raise it without a graph break.
         UnsupportedNetError
-            A layer returned an object whose tensors a compiled pass can't copy.
+            A layer returned an object whose tensors a compiled pass can't copy, or a hook acted
+            behind that of the recorder.
         """
         program, values = self.program, self.values
+        if self.overtaken:
+            raise UnsupportedNetError(
+                "a hook of somebody else acts behind the recorder's on "
+                f"{few(program.layers_of(self.overtaken), 4)}, so that the records of this "
+                "compiled pass miss what it changes: run the pass again, which compiles it anew"
+            )
         if not program.counts_calls:
             values = {label: values.get(label, ()) for label in program.order}
         elif wrong := program.wrong_calls(self.counts):

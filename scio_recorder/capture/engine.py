@@ -137,6 +137,8 @@ class Capture:
         """The activations of the latest pass that this thread has run."""
         if self._compiled is not None:
             self._warn_of_detached(self._compiled)
+            # For the next pass, if a hook acted behind ours in this one.
+            self.prepare_compiled()
             return self._compiled.records()
         return self._latest.activations or Records(self.architecture)
 
@@ -349,8 +351,19 @@ class Capture:
             self._forget_latest()
         return output
 
+    def prepare_compiled(self) -> None:
+        """Put the hooks behind those of others, before compiled code is made or checked.
+
+        Code that was made for another order follows hooks that are new, not a change of order.
+        """
+        with self._lock:
+            if self._compiled is not None and self._compiled.overtaken:
+                self._hooks.detach()
+            self._hooks.make_last()
+
     def hand_on_compiled(self, call: Callable[[], Any], sink: Sink) -> Any:
         """Run a compiled recorder, and hand its records to a sink, so that none are left."""
+        self.prepare_compiled()
         self._forget_latest()
         output = call()
         if self._compiled is None:

@@ -148,7 +148,15 @@ class ModuleHook(Uncopied):
     def after_traced(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Take a compiled module's output, while the network around it is compiled."""
         compiled = TRACED.get(self.name)
-        return None if compiled is None else compiled.receive(self.index, output)
+        if compiled is None:
+            return None
+        behind = False
+        for hook in private.forward_hooks(module)[0].values():
+            owner = getattr(hook, "__self__", hook)
+            if behind and not isinstance(owner, Uncopied):
+                compiled.overtaken[self.index] = True
+            behind = behind or owner is self
+        return compiled.receive(self.index, output)
 
 
 class AroundCompiled(Around):
@@ -247,19 +255,28 @@ class Hooks:
             if isinstance(owner, ModuleHook) and owner.site is self._site
         ]
 
-    def make_ready(self, indices: set[int]) -> None:
-        """Attach the hooks behind any that were added later, with those on some modules' inputs.
+    def make_last(self) -> None:
+        """Attach the hooks behind any that were added later.
 
-        Every new handle takes a number, so one comparison shows whether there are new ones. A
-        module that has been compiled since then needs its hook outside of the compiled call.
+        Every new handle takes a number, so one comparison shows whether there are new ones.
         """
-        has_compiler = private.DYNAMO in sys.modules
-        is_newly_compiled = has_compiler and any(map(self._is_newly_compiled, self._modules))
-        if is_newly_compiled or not self._is_attached or not indices <= self._with_inputs:
-            self._with_inputs |= indices
+        if not self._is_attached:
             self.attach()
         elif self._checked_at != RemovableHandle.next_id:
             change_hooks(self._move_behind_others)
+
+    def make_ready(self, indices: set[int]) -> None:
+        """Attach the hooks as `make_last` does, with those on some modules' inputs.
+
+        A module that has been compiled since then needs its hook outside of the compiled call.
+        """
+        has_compiler = private.DYNAMO in sys.modules
+        is_newly_compiled = has_compiler and any(map(self._is_newly_compiled, self._modules))
+        if is_newly_compiled or not indices <= self._with_inputs:
+            self._with_inputs |= indices
+            self.attach()
+        else:
+            self.make_last()
 
     def _move_behind_others(self) -> None:
         next_id = RemovableHandle.next_id

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self
 import torch
 from torch import nn
 
+from scio_recorder.capture.compiled import AroundCompiledRecorder
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import CopyPolicy, RecordOptions
 from scio_recorder.display.outline import Outline, Outlined, outline, visible
@@ -276,6 +277,17 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             # record nothing.
             run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]  # in torch
         return run(net, args, kwargs, given=activation_postproc, records_outputs=not dont_record)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the calls of this recorder, as :meth:`torch.nn.Module.compile` does.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Passed to :func:`torch.compile`.
+        """
+        super().compile(*args, **kwargs)
+        AroundCompiledRecorder(lambda: self._capture.prepare_compiled()).put_around(self)
 
     def _forward_compiled(
         self,
