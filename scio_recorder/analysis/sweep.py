@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -157,8 +157,9 @@ def _patched(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions
     first = _number(runs.run(clean, runs.check))
     chosen = _places(runs.architecture, runs.outputs, positions)
     before = _number(runs.run(corrupted, runs.check))
+    places: Sequence[int | None] = [None] if chosen is None else chosen
     values = [
-        [_number(runs.run(corrupted, patch(at, position))) for position in chosen or [None]]
+        [_number(runs.run(corrupted, patch(at, position))) for position in places]
         for at in runs.labels
     ]
     again = _number(runs.run(corrupted, runs.check))
@@ -338,7 +339,7 @@ def _shared(layer: Layer, output: Any, clean: Any, *, by_position: bool) -> tupl
     copies = []
     for own, other in zip(leaves, tensors(clean), strict=True):
         is_patched = not by_position or _has_positions(own, leaves[0])
-        copies.append(_Shared.apply(own, shares, other) if is_patched else own)
+        copies.append(_Shared.apply(own, shares, other) if is_patched else own)  # type: ignore[no-untyped-call]
         if is_patched and not copies[-1].requires_grad and (own != other).any():
             raise ComparisonError(
                 f"layer {layer} can't be estimated: its output is not on autograd's graph, since "

@@ -15,14 +15,14 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
-from scio_recorder.analysis.guarding.finite import KINDS, Counts, Known, NonFinite, examine, read
+from scio_recorder.analysis.guarding.finite import KINDS, Known, NonFinite, examine
 from scio_recorder.analysis.guarding.guard import Action, Direction, KeptInputs, Origin
 from scio_recorder.analysis.guarding.loss_scaling import LossScaling
 from scio_recorder.errors import ArgumentError, NonFiniteError, warn
@@ -49,7 +49,7 @@ class GuardedCall:
 
     Attributes
     ----------
-    received : sequence of Counts
+    received : sequence of NonFinite
         Findings about its inputs.
     kept : KeptInputs or None
         Its inputs and the state before it, if these are kept.
@@ -71,7 +71,7 @@ class GuardedCall:
         self.pass_number = pass_number
         self.around = around
         self.frame = frame
-        self.received: Sequence[Counts] = ()
+        self.received: Sequence[NonFinite] = ()
         self.kept: KeptInputs | None = None
         self.number: int | None = None
         self.start = private.num_operations()
@@ -79,38 +79,22 @@ class GuardedCall:
         self.nodes_of_inputs: Collection[Any] = () if around is None else around.nodes_of_inputs
         # The last backward pass that entered the call, and its findings about what entered.
         self._task = -1
-        self._entered: list[Counts] = []
+        self._entered: list[NonFinite] = []
 
-    def end(self) -> tuple[KeptInputs | None, list[Any]]:
-        """Let go of the frame, and of the kept inputs and the nodes, which are returned."""
-        held = self.kept, self.nodes
+    def release(self) -> None:
+        """Let go of what the graph must not hold."""
         self.frame, self.kept, self.nodes = None, None, []
-        return held
 
-    def enter(self, task: int, found: Counts | None) -> None:
+    def enter(self, task: int, found: NonFinite | None) -> None:
         """Note what was found about a gradient that a backward pass brings."""
         if task != self._task:
             self._task, self._entered = task, []
         if found is not None:
             self._entered = [*self._entered, found]
 
-    def entered(self, task: int) -> list[Counts] | None:
+    def entered(self, task: int) -> list[NonFinite] | None:
         """Return findings about the gradients that a backward pass has brought; None if none."""
         return self._entered if task == self._task else None
-
-
-class Check(NamedTuple):
-    """What a call received and returned that is not finite, or may not be."""
-
-    call: GuardedCall
-    direction: Direction
-    received: Sequence[Counts]
-    returned: Sequence[Counts]
-    # Whether this is what the whole network returned, or the gradient of that.
-    is_last: bool = False
-    # The node of the leaf whose gradient was returned, if it is one.
-    leaf: Any = None
-    kept: KeptInputs | None = None
 
 
 class _Local(threading.local):
@@ -123,8 +107,6 @@ class _Local(threading.local):
         # How many calls of each module have returned.
         self.counts: dict[str, int] = {}
         self.known = Known()
-        # The checks that wait for a device.
-        self.waiting: list[Check] = []
 
 
 class Checks:
@@ -159,60 +141,77 @@ class Checks:
         self.num_passes = number + 1
         return number
 
-    def add(self, check: Check) -> list[Check]:
-        """Make a check, at once if it needs no device; return the checks that wait for one."""
-        waiting = self.local.waiting
-        waiting.append(check)
-        if all(one.numbers.is_cpu for one in (*check.received, *check.returned)):
-            self.make(waiting)
-        return waiting
+    def check(
+        self,
+        call: GuardedCall,
+        direction: Direction,
+        received: Sequence[NonFinite],
+        returned: Sequence[NonFinite],
+        leaf: Any = None,
+    ) -> None:
+        """Check what a call has returned.
 
-    def make(self, waiting: list[Check]) -> None:
-        """Make all checks that wait, and wait for devices once.
+        Parameters
+        ----------
+        call : GuardedCall
+            The call.
+        direction : {"forward", "gradient"}
+            Whether these are its inputs and outputs, or gradients.
+        received, returned : sequence of NonFinite
+            What of it is not finite.
+        leaf : Node, optional
+            The node of the leaf whose gradient was returned, if it is one.
 
         Raises
         ------
         NonFiniteError
-            A call is the origin, and the guard's action is to raise.
+            The call is the origin, and the guard's action is to raise.
         """
-        checks = waiting.copy()
-        waiting.clear()
-        found = read(
-            counts
-            for one in checks
-            for counts in (*one.received, *one.returned, *one.call.received)
+        kinds = _made(received, returned) & self._kinds
+        # A gradient is nobody's fault if the call received something of the kind.
+        is_excused = direction == "gradient" and call.received
+        if not kinds or is_excused or self._is_ignored(direction):
+            return
+        layer = self.layer_of(call)
+        first = next(one for one in returned if one.kinds & kinds)
+        place = min(getattr(first, f"first_{kind}") for kind in kinds & first.kinds)
+        origin = Origin(
+            layer=layer,
+            direction=direction,
+            pass_number=call.pass_number,
+            num_nan=sum(one.nan for one in returned),
+            num_inf=sum(one.inf for one in returned),
+            num_values=sum(math.prod(one.shape) for one in returned),
+            index=tuple(int(at) for at in np.unravel_index(place, first.shape)),
+            parameter=_name_of(layer.module, leaf),
+            inputs_finite=not received,
+            weights_finite=not any(map(examine, _weights_of(layer.module))),
+            _architecture=self._architecture,
+            _kept=call.kept,
         )
-
-        def of(some: Sequence[Counts]) -> list[NonFinite]:
-            return [found[id(one)] for one in some if id(one) in found]
-
-        for check in checks:
-            received, returned = of(check.received), of(check.returned)
-            made, kinds = _made(received, returned) & self._kinds, _kinds(returned) & self._kinds
-            if check.direction == "gradient" and of(check.call.received):
-                # It is nobody's fault if the call received something of the kind.
-                made = frozenset()
-            if not (made or (kinds and check.is_last)) or self._is_ignored(check.direction):
-                continue
-            if made:
-                self._report(self._origin(check, made, received, returned))
-            else:
-                self._count_passed_on(check.direction, kinds)
-
-    def _is_ignored(self, direction: Direction) -> bool:
-        """Whether nothing is looked for any more, or the scale of the loss explains it."""
-        return self.is_over or (direction == "gradient" and self.scaling.explains_overflow())
-
-    def _report(self, origin: Origin) -> None:
         self.origin = self.origin or origin
+        self._act(origin)
+
+    def _act(self, origin: Origin) -> None:
         self.is_over = self._action != "raise"
         if self._action == "raise":
             raise _error(origin)
         if self._action == "warn":
             warn(str(origin))
 
-    def _count_passed_on(self, direction: Direction, kinds: frozenset[str]) -> None:
-        """Count a pass in which the network passed on NaNs or infinities, and made none."""
+    def check_whole(self, direction: Direction, found: Sequence[NonFinite]) -> None:
+        """Count a pass in which the network passed on NaNs or infinities, and made none.
+
+        Parameters
+        ----------
+        direction : {"forward", "gradient"}
+            Whether this is what the network returned, or the gradient of that.
+        found : sequence of NonFinite
+            What of it is not finite.
+        """
+        kinds = _kinds(found) & self._kinds
+        if not kinds or self._is_ignored(direction):
+            return
         self.num_passed_on += 1
         if self._action != "record" and not self._has_warned:
             self._has_warned = True
@@ -224,32 +223,9 @@ class Checks:
             )
             warn(f"{source}; no layer has made any")
 
-    def _origin(
-        self,
-        check: Check,
-        kinds: frozenset[str],
-        received: Sequence[NonFinite],
-        returned: Sequence[NonFinite],
-    ) -> Origin:
-        layer = self.layer_of(check.call)
-        module = layer.module
-        first = next(one for one in returned if one.kinds & kinds)
-        place = min(getattr(first, f"first_{kind}") for kind in kinds & first.kinds)
-        held = () if module is None else (*module.parameters(), *module.buffers())
-        return Origin(
-            layer=layer,
-            direction=check.direction,
-            pass_number=check.call.pass_number,
-            num_nan=sum(one.nan for one in returned),
-            num_inf=sum(one.inf for one in returned),
-            num_values=sum(math.prod(one.shape) for one in returned),
-            index=tuple(int(at) for at in np.unravel_index(place, first.shape)),
-            parameter=_name_of(module, check.leaf),
-            inputs_finite=not received,
-            weights_finite=not read(filter(None, map(examine, held))),
-            _architecture=self._architecture,
-            _kept=check.kept,
-        )
+    def _is_ignored(self, direction: Direction) -> bool:
+        """Whether nothing is looked for any more, or the scale of the loss explains it."""
+        return self.is_over or (direction == "gradient" and self.scaling.explains_overflow())
 
     def layer_of(self, call: GuardedCall) -> Layer:
         """Return the row of the architecture that a call belongs to."""
@@ -278,8 +254,11 @@ def _made(received: Sequence[NonFinite], returned: Sequence[NonFinite]) -> froze
     return (kinds & {"nan"} if given else kinds) - given
 
 
+def _weights_of(module: nn.Module | None) -> Iterator[Tensor]:
+    if module is not None:
+        yield from (*module.parameters(), *module.buffers())
+
+
 def _name_of(module: nn.Module | None, leaf: Any) -> str | None:
-    if module is None or leaf is None:
-        return None
-    named = module.named_parameters(remove_duplicate=False)
-    return next((name for name, own in named if own is leaf.variable), None)
+    named = () if module is None else module.named_parameters(remove_duplicate=False)
+    return next((name for name, own in named if leaf is not None and own is leaf.variable), None)

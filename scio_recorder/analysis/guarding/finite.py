@@ -43,40 +43,20 @@ class NonFinite(NamedTuple):
         return frozenset(kind for kind in KINDS if getattr(self, kind))
 
 
-class Counts(NamedTuple):
-    """The same, on the device of the tensor, for which nothing has waited yet.
-
-    Parameters
-    ----------
-    numbers : torch.Tensor
-        The first four members of a `NonFinite`.
-    shape : tuple of int
-        The shape of the tensor.
-    """
-
-    numbers: Tensor
-    shape: tuple[int, ...]
-
-
-def examine(tensor: Tensor) -> Counts | None:
-    """Return the numbers of NaNs and infinities of a tensor; None if all is finite.
+def examine(tensor: Tensor) -> NonFinite | None:
+    """Return the NaNs and infinities of a tensor; None if all is finite.
 
     Parameters
     ----------
     tensor : torch.Tensor
         Of any kind. Integers are finite, and so are tensors without values.
 
-    Returns
-    -------
-    Counts or None
-        On a device other than the CPU, all is perhaps finite.
-
     Examples
     --------
     >>> examine(torch.tensor([3e38, 3e38])) is None
     True
     >>> examine(torch.tensor([1.0, torch.inf, torch.nan]))
-    Counts(numbers=tensor([1, 1, 2, 1]), shape=(3,))
+    NonFinite(nan=1, inf=1, first_nan=2, first_inf=1, shape=(3,))
     """
     if type(tensor) not in _PLAIN or not is_dense(tensor):
         inner = _values_of(tensor.detach())
@@ -90,54 +70,14 @@ def examine(tensor: Tensor) -> Counts | None:
     # A sum is finite only if everything is. One that is not may have overflowed, as sums in half
     # precision soon do.
     wider = torch.float32 if dtype is torch.half else None
-    if values.is_cpu and cmath.isfinite(values.sum(dtype=wider).item()):
-        return None
-    counts = Counts(_counts(values), tuple(values.shape))
-    return counts if not values.is_cpu or counts.numbers[:2].any() else None
+    return None if cmath.isfinite(values.sum(dtype=wider).item()) else _counted(values)
 
 
-def read(found: Iterable[Counts]) -> dict[int, NonFinite]:
-    """Wait for devices, once for all, and return the findings by the ``id`` of the counts.
-
-    Parameters
-    ----------
-    found : iterable of Counts
-        Results of `examine`.
-
-    Returns
-    -------
-    dict
-        Without those of tensors in which all is finite.
-
-    Examples
-    --------
-    >>> counts = examine(torch.tensor([1.0, torch.inf]))
-    >>> read([counts])[id(counts)]
-    NonFinite(nan=0, inf=1, first_nan=2, first_inf=1, shape=(2,))
-    """
-    distinct = list({id(one): one for one in found}.values())
-    if not distinct:
-        return {}
-    device = distinct[0].numbers.device
-    rows: list[list[int]] = torch.stack([one.numbers.to(device) for one in distinct]).tolist()
-    return {
-        id(one): NonFinite(*row, shape=one.shape)
-        for one, row in zip(distinct, rows, strict=True)
-        if row[0] or row[1]
-    }
-
-
-def _counts(values: Tensor) -> Tensor:
-    """Return the numbers of NaNs and infinities and the indices of the first, without waiting."""
-    masks = [mask.flatten() for mask in (values.isnan(), values.isinf())]
-    if not values.numel():
-        return torch.zeros(4, dtype=torch.long, device=values.device)
-    counts = [mask.sum() for mask in masks]
-    firsts = [
-        torch.where(count > 0, mask.byte().argmax(), mask.numel())
-        for mask, count in zip(masks, counts, strict=True)
-    ]
-    return torch.stack([*counts, *firsts])
+def _counted(values: Tensor) -> NonFinite | None:
+    masks = values.isnan().flatten(), values.isinf().flatten()
+    nan, inf = (int(mask.sum()) for mask in masks)
+    firsts = [int(mask.byte().argmax()) if mask.any() else mask.numel() for mask in masks]
+    return NonFinite(nan, inf, *firsts, tuple(values.shape)) if nan or inf else None
 
 
 def _values_of(tensor: Any) -> Tensor | None:
@@ -165,9 +105,9 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Tensor], int, Counts | None]] = {}
+        self._found: dict[int, tuple[weakref.ref[Tensor], int, NonFinite | None]] = {}
 
-    def examine(self, tensor: Tensor) -> Counts | None:
+    def examine(self, tensor: Tensor) -> NonFinite | None:
         """Return the result of the function `examine`.
 
         Parameters
@@ -182,7 +122,7 @@ class Known:
         self._found[id(tensor)] = weakref.ref(tensor), version, found
         return found
 
-    def examine_all(self, values: Iterable[Any]) -> list[Counts]:
+    def examine_all(self, values: Iterable[Any]) -> list[NonFinite]:
         """Return the findings about those tensors in some values that may not be finite.
 
         Parameters
@@ -190,7 +130,7 @@ class Known:
         values : iterable
             Tensors, structures that hold some, or anything else.
         """
-        found: list[Counts] = []
+        found: list[NonFinite] = []
         for value in values:
             # Taking structures apart takes longer than examining most tensors.
             if not (value is None or isinstance(value, _WITHOUT_TENSORS)):

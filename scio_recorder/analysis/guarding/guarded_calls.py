@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scio_recorder.analysis.guarding.checks import Check, Checks, GuardedCall
+from scio_recorder.analysis.guarding.checks import Checks, GuardedCall
 from scio_recorder.analysis.guarding.finite import Known
 from scio_recorder.analysis.guarding.guard import Action, Guard, KeptInputs
 from scio_recorder.analysis.guarding.guarded_gradients import GuardedGradients
@@ -68,7 +68,6 @@ def guarded(
         ends = partial(calls.begin), partial(calls.end)
         hooks.add(*(CallHook(one, at, *ends, always=True) for one, at in calls.modules.items()))
         yield Guard(checks)
-        checks.make(checks.local.waiting)
     except BaseException:
         checks.is_over = True
         raise
@@ -115,8 +114,6 @@ class _GuardedCalls:
         """Begin a pass: a call that is part of no other."""
         refuse_transforms("guarded")
         checks, local = self._checks, self._checks.local
-        # The pass before may have failed, with findings that wait for a device.
-        checks.make(local.waiting)
         local.known = Known()
         if self._fusable and warn_of_other_kernels(self._fusable, self.modules.keys(), "guarded"):
             self._fusable = []
@@ -153,7 +150,7 @@ class _GuardedCalls:
                 inner = inner.f_back
             if inner is not None:
                 return calls[-1]
-            calls.pop().end()
+            calls.pop().release()
         return None
 
     def end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -165,18 +162,22 @@ class _GuardedCalls:
         if call is None or call.frame is not frame:
             return
         local.calls.pop()
-        kept, nodes = call.end()
         call.number = local.counts.get(name, 0)
         local.counts[name] = call.number + 1
-        if checks.is_over:
-            return
-        returned = local.known.examine_all((output,))
+        try:
+            if not checks.is_over:
+                self._check(call, output)
+        finally:
+            call.release()
+
+    def _check(self, call: GuardedCall, output: Any) -> None:
+        checks = self._checks
+        returned = checks.local.known.examine_all((output,))
         if returned:
-            if kept is not None:
-                kept.end(output)
-            is_last = call.around is None
-            checks.add(Check(call, "forward", call.received, returned, is_last, kept=kept))
-        if call.around is None or kept is not None:
-            checks.make(local.waiting)
+            if call.kept is not None:
+                call.kept.end(output)
+            checks.check(call, "forward", call.received, returned)
+            if call.around is None:
+                checks.check_whole("forward", returned)
         if self._gradients is not None and torch.is_grad_enabled():
-            self._gradients.attach(call, output, nodes)
+            self._gradients.attach(call, output)

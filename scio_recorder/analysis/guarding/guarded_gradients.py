@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from scio_recorder.analysis.guarding.checks import Check, Checks, GuardedCall
-from scio_recorder.analysis.guarding.finite import Counts
+from scio_recorder.analysis.guarding.checks import Checks, GuardedCall
+from scio_recorder.analysis.guarding.finite import NonFinite
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import tensors
 
@@ -73,7 +73,7 @@ class GuardedGradients:
         # Marks the nodes that were visited. It must not lead to the guard.
         self._mark = object()
 
-    def attach(self, call: GuardedCall, output: Any, nodes: list[Any]) -> None:
+    def attach(self, call: GuardedCall, output: Any) -> None:
         """Attach hooks for the gradients of a call that has returned.
 
         Parameters
@@ -82,12 +82,10 @@ class GuardedGradients:
             The call.
         output : Any
             Its output.
-        nodes : list
-            The nodes to which the calls inside it have led. No hook may hold them, which they own.
         """
         own: list[Any] = []
         nodes_around = [] if call.around is None else call.around.nodes
-        for node in nodes:
+        for node in call.nodes:
             (own if _owner_of(node, call) is call else nodes_around).append(node)
         for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
             base = None if tensor.grad_fn is None else private.base_of(tensor)
@@ -132,7 +130,7 @@ class GuardedGradients:
         found = checks.local.known.examine(gradient)
         call.enter(task, found)
         if found is not None and call.around is None:
-            _add(checks, Check(call, "gradient", [found], [found], is_last=True))
+            checks.check_whole("gradient", [found])
 
     def _leave_call(
         self,
@@ -143,15 +141,20 @@ class GuardedGradients:
     ) -> None:
         """Examine the gradients that leave a call from a node."""
         checks = self._active_checks()
-        for at in exits if checks is not None else ():
+        for at in exits:
             gradient = made[at.edge]
-            if gradient is not None:
+            if checks is not None and gradient is not None:
                 found = checks.local.known.examine(gradient)
                 if found is not None or gradient.grad_fn is not None:
                     self._check(checks, gradient, found, call, at)
 
     def _check(
-        self, checks: Checks, gradient: Tensor, found: Counts | None, call: GuardedCall, at: _Exit
+        self,
+        checks: Checks,
+        gradient: Tensor,
+        found: NonFinite | None,
+        call: GuardedCall,
+        at: _Exit,
     ) -> None:
         """Check the calls, from one outwards, that a gradient leaves."""
         leaf = at.target if private.place_of(at.target) >= _LEAF else None
@@ -160,7 +163,7 @@ class GuardedGradients:
         while left is not None and left is not at.owner and left.number is not None:
             received = left.entered(private.backward_pass())
             if found is not None and received is not None:
-                _add(checks, Check(left, "gradient", received, [found], leaf=leaf))
+                checks.check(left, "gradient", received, [found], leaf)
             if gradient.grad_fn is not None:
                 # A second backward pass may enter here.
                 self._attach_before(gradient, left)
@@ -170,13 +173,6 @@ class GuardedGradients:
         """Return the checks of the guard; None if nobody asks any more."""
         checks = self._checks()
         return None if checks is None or checks.is_over else checks
-
-
-def _add(checks: Checks, check: Check) -> None:
-    """Make a check, at the end of the backward pass if a device is behind."""
-    waiting = checks.add(check)
-    if waiting:
-        private.call_at_end_of_backward(partial(checks.make, waiting))
 
 
 def _call(method: weakref.WeakMethod[Any], *values: Any) -> None:

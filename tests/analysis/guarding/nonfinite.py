@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.analysis.guarding import finite
-
 NAN, INF = torch.nan, torch.inf
 
 
@@ -163,15 +161,3 @@ def forward_faults() -> dict[str, tuple[nn.Module, str | None]]:
             "1",
         ),
     }
-
-
-class _OnDevice(Tensor):
-    is_cpu = False
-
-
-def read_later(tensor: Tensor) -> finite.Counts | None:
-    """Find as on a device, for which nothing may wait before the pass ends."""
-    if not tensor.is_floating_point():
-        return None
-    numbers = finite._counts(tensor.detach())
-    return finite.Counts(numbers.as_subclass(_OnDevice), tuple(tensor.shape))
