@@ -125,8 +125,6 @@ class Checks:
         # Whether nothing is checked any more, as after an exception in the block, whatever graphs
         # are left.
         self.is_over = False
-        # What examines gradients lives as long as the guard, and graphs hold it weakly.
-        self.gradients: object = None
         self.local = _Local()
         self._architecture = architecture
         self._action = action
@@ -169,8 +167,8 @@ class Checks:
         """
         kinds = _made(received, returned) & self._kinds
         # A gradient is nobody's fault if the call received something of the kind.
-        is_excused = direction == "gradient" and call.received
-        if not kinds or is_excused or self._is_ignored(direction):
+        was_received = direction == "gradient" and call.received
+        if not kinds or was_received or self._is_ignored(direction):
             return
         layer = self.layer_of(call)
         first = next(one for one in returned if one.kinds & kinds)

@@ -76,8 +76,11 @@ def examine(tensor: Tensor) -> NonFinite | None:
 def _counted(values: Tensor) -> NonFinite | None:
     masks = values.isnan().flatten(), values.isinf().flatten()
     nan, inf = (int(mask.sum()) for mask in masks)
-    firsts = [int(mask.byte().argmax()) if mask.any() else mask.numel() for mask in masks]
-    return NonFinite(nan, inf, *firsts, tuple(values.shape)) if nan or inf else None
+    first_nan, first_inf = (
+        int(mask.byte().argmax()) if mask.any() else mask.numel() for mask in masks
+    )
+    found = NonFinite(nan, inf, first_nan, first_inf, tuple(values.shape))
+    return found if nan or inf else None
 
 
 def _values_of(tensor: Any) -> Tensor | None:

@@ -23,7 +23,7 @@ from torch import nn
 from scio_recorder.analysis.guarding.checks import Checks, GuardedCall
 from scio_recorder.analysis.guarding.finite import Known
 from scio_recorder.analysis.guarding.guard import Action, Guard, KeptInputs
-from scio_recorder.analysis.guarding.guarded_gradients import GuardedGradients
+from scio_recorder.analysis.guarding.guarded_gradients import attach
 from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
 from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
@@ -93,7 +93,7 @@ class _GuardedCalls:
         self, architecture: Architecture, checks: Checks, *, gradients: bool, keep_inputs: bool
     ) -> None:
         self._checks = checks
-        self._gradients = checks.gradients = GuardedGradients(checks) if gradients else None
+        self._has_gradients = gradients
         # Takes digests of parameters, if inputs are kept.
         self._weights = Weights() if keep_inputs else None
         # The name of each module, which its replicas share.
@@ -179,5 +179,5 @@ class _GuardedCalls:
             checks.check(call, "forward", call.received, returned)
             if call.around is None:
                 checks.check_whole("forward", returned)
-        if self._gradients is not None and torch.is_grad_enabled():
-            self._gradients.attach(call, output)
+        if self._has_gradients and torch.is_grad_enabled():
+            attach(checks, call, output)
