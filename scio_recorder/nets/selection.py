@@ -329,14 +329,11 @@ def _nothing_matched(architecture: Architecture, selector: object) -> str:
     if isinstance(selector, type):
         kinds = sorted({row.type_name for row in architecture.values() if row.executed})
         return f"no layer is a {selector.__name__}; there are {', '.join(kinds[:20])}"
-    if isinstance(selector, str) and selector in architecture.names:
-        return f"the module {selector!r} did not run at labelling: {LABEL_WITH_IT}"
     if isinstance(selector, str) and fnmatch.filter(architecture.names, selector):
-        return f"{selector!r} matches only modules that did not run at labelling; {LABEL_WITH_IT}"
-    if isinstance(selector, str):
-        return f"no name matches {selector!r}; {offer(selector, architecture.names)}"
-    if isinstance(selector, re.Pattern):
-        return f"{selector!r} matches no layer; {offer(selector.pattern, architecture.names)}"
+        return f"{selector!r} matches only modules that did not run at labelling: {LABEL_WITH_IT}"
+    if isinstance(selector, str | re.Pattern):
+        text = selector if isinstance(selector, str) else selector.pattern
+        return f"no name matches {selector!r}; {offer(text, architecture.names)}"
     if not isinstance(selector, nn.Module):
         return f"{_shown(selector)} matches no layer"
     if not any(row.module is not None for row in architecture.values()):

@@ -195,7 +195,7 @@ def test_a_layer_is_no_key() -> None:
         ("stem.O", ["'stem.O'", "'stem.0'"]),
         ("stme", ["'stem'"]),
         ("step*", ["'step*'", "'stem'"]),
-        (re.compile("xyz"), ["xyz", "matches no layer"]),
+        (re.compile("xyz"), ["xyz", "no name matches"]),
         (nn.Conv3d, ["Conv3d", "Linear"]),
         (nn.ReLU(), ["ReLU", "not a module of this net"]),
         (lambda layer: False, ["matches no layer"]),

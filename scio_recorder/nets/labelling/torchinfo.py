@@ -59,19 +59,13 @@ class Row(LayerInfo):
         try:
             super().__init__(name, module, depth, parent)
         except Exception:
-            # A child without a truth value: a compiled module passes `len` on to its original,
-            # which may have none, and a TensorDict of parameters refuses the question.
-            super().__init__(name, nn.Sequential(nn.Identity()), depth, parent)
+            # The size of its kernel is of an unknown kind, or a child has no truth value: a
+            # compiled module passes `len` on to its original, which may have none, and a TensorDict
+            # of parameters refuses the question.
+            super().__init__(name, nn.Identity(), depth, parent)
             self.module, self.layer_id = module, id(module)
             self.class_name = type(module).__name__
-
-    @staticmethod
-    def get_kernel_size(module: nn.Module) -> int | list[int] | None:
-        """Return the size of a kernel; None if it is of a kind that torchinfo does not know."""
-        try:
-            return LayerInfo.get_kernel_size(module)
-        except Exception:
-            return None
+            self.is_leaf_layer = not module._modules
 
     @staticmethod
     def calculate_size(inputs: Any, batch_dim: int | None) -> tuple[list[int], int]:
