@@ -221,10 +221,6 @@ class RecordingLoader(IterableDataset[Any]):
         self._position = _Position()
         # The batches given in the latest iteration, and its number.
         self._given = self._iteration = 0
-        # The worker whose part of the batches this is.
-        self._part = 0
-        # In a worker: its part, and the number of batches of it that were given, by its own state.
-        self._loaded: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         """Return the number of batches of this rank in an epoch."""
@@ -236,20 +232,17 @@ class RecordingLoader(IterableDataset[Any]):
             if len(samples) != self._num_rows:
                 raise RecordingError("the recording has grown since it was opened: open it again")
         reader, workers = _reader()
-        if self._loaded is not None:
-            (self._part, skipped), self._loaded = self._loaded, None
-        else:
-            # A loader asks its workers in turn, beginning with the first, which continues at the
-            # next batch.
-            skipped = self._position.take(reader, workers)
-            self._part = (skipped + reader) % workers
-            skipped = len(range(self._part, skipped, workers))
+        # A loader asks its workers in turn, beginning with the first, which continues at the next
+        # batch.
+        skipped = self._position.take(reader, workers)
+        part = (skipped + reader) % workers
+        skipped = len(range(part, skipped, workers))
         # Workers with one batch more come first.
         each, more = divmod(len(self), workers)
-        first = self._part * each + min(self._part, more)
+        first = part * each + min(part, more)
         size = self._arguments.batch_size
         share = self._arguments.share(self._num_rows)
-        own = share[first * size : (first + each + (self._part < more)) * size]
+        own = share[first * size : (first + each + (part < more)) * size]
         self._iteration += 1
         self._given = skipped
         return self._batches(own, skipped, self._iteration)
@@ -277,15 +270,23 @@ class RecordingLoader(IterableDataset[Any]):
         Returns
         -------
         dict
-            ``batches`` is how many were given in this epoch. Each worker counts its own batches,
-            and the main process counts none of theirs. ``readers`` is how many workers read, 1
-            without workers, and 0 if none has begun.
+            ``batches`` is how many this process was given in this epoch, without those of workers.
+            ``readers`` is how many workers read, 1 without workers, and 0 if none has begun.
+
+        Raises
+        ------
+        ArgumentError
+            A worker asks, which knows only its own batches.
         """
+        if get_worker_info() is not None:
+            raise ArgumentError(
+                "a worker can't know which batches came: ask the loader in the main process, and "
+                'write their number into "batches"'
+            )
         return {
             "epoch": self._position.epoch,
             "batches": self._given,
             "readers": self._position.readers,
-            "worker": None if get_worker_info() is None else [self._part, _reader()[1]],
             "recording": self._fingerprint,
             "arguments": self._to_json(),
         }
@@ -312,7 +313,6 @@ class RecordingLoader(IterableDataset[Any]):
             epoch = whole("epoch", state["epoch"], 0, ArgumentError)
             batches = whole("batches", state["batches"], 0, ArgumentError)
             readers = whole("readers", state.get("readers", 0), 0, ArgumentError)
-            part, workers = map(int, state["worker"] or (0, 0))
             arguments, recording = dict(state["arguments"]), state["recording"]
         except (TypeError, LookupError, ValueError) as error:
             raise ArgumentError(f"this is not the state of a loader: {error!r}") from error
@@ -327,18 +327,11 @@ class RecordingLoader(IterableDataset[Any]):
             raise RecordingError("the state is of another recording, or this one has changed since")
         if batches > len(self):
             raise ArgumentError(f"batches={batches} in the state, but there are {len(self)}")
-        if not workers:
-            self._begin_at(epoch, batches, readers)
-            return
-        if workers != _reader()[1]:
-            raise ArgumentError(f"the state comes from one of {workers} workers: use as many")
-        # The state of a worker is this worker's alone.
-        self._begin_at(epoch, 0, readers)
-        self._given, self._loaded = batches, (part, batches)
+        self._begin_at(epoch, batches, readers)
 
     def _begin_at(self, epoch: int, batches: int, readers: int = 0) -> None:
         self._position.set(epoch, batches, readers)
-        self._given, self._loaded = batches, None
+        self._given = batches
         # An iteration that has begun no longer counts.
         self._iteration += 1
 

@@ -225,9 +225,6 @@ def test_a_state_of_something_else_is_refused(recording, tmp_path):
         {},
         {**state, "batches": -1},
         {**state, "batches": 10},
-        {**state, "worker": [0, 2]},
-        {**state, "worker": 3},
-        {**state, "worker": [0]},
         {**state, "readers": "two"},
     ):
         with pytest.raises(ArgumentError, match="state"):
@@ -356,22 +353,11 @@ def numbers_of(recording: Recording, epoch: int) -> list[list[int]]:
     return numbers(loader)
 
 
-def test_each_worker_goes_on_from_its_own_state(recording, monkeypatch):
-    keywords = {"batch_size": 4, "shuffle": True, "with_rows": True, "buffer_bytes": 900}
-    for worker in range(2):
-        as_worker(monkeypatch, worker, 2)
-        loader = recording.loader("0", **keywords)
-        whole = numbers(loader)
-        iterator = iter(loader)
-        for _ in range(3):
-            next(iterator)
-        state = loader.state_dict()
-        again = recording.loader("0", **keywords)
-        again.load_state_dict(state)
-        assert numbers(again) == whole[3:]
-        as_worker(monkeypatch, worker, 3)
-        with pytest.raises(ArgumentError, match="worker"):
-            again.load_state_dict(state)
+def test_a_worker_has_no_state(recording, monkeypatch):
+    loader = recording.loader("0", batch_size=4)
+    as_worker(monkeypatch, 1, 2)
+    with pytest.raises(ArgumentError, match="main process"):
+        loader.state_dict()
 
 
 def test_a_loader_travels_to_another_process(recording):
