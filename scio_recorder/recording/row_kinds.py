@@ -99,7 +99,7 @@ class Tokens(Rows):
             owners = torch.arange(shape[0], device="cpu").repeat_interleave(shape[1])
             number = shape[0]
         else:
-            owners, number = _owners(source, source.read("segments", self.segments), shape)
+            owners, number = _owners(source, source.numbers("segments", self.segments), shape)
         if mask is not None:
             owners = owners.where(mask, -1)
         fields = self._pairs() if self.fields is not None else _default_fields(source, name, shape)
@@ -214,12 +214,7 @@ def _is_pair(source: Source) -> bool:
 
 def _owners(source: Source, segments: Tensor, shape: tuple[int, int]) -> tuple[Tensor, int]:
     """Return the sample of each line, -1 for padding, and the number of samples."""
-    if tuple(segments.shape) != shape or segments.is_floating_point() or segments.is_complex():
-        raise CollectError(
-            f"segments of rows= are {segments.dtype} of shape {tuple(segments.shape)} in batch "
-            f"{source.number}, whose [batch, positions] is {shape}: give integers of that shape"
-        )
-    numbers = segments.flatten().long()
+    numbers = source.check_shape("segments", segments, ("batch", "positions"), shape).flatten()
     is_real = numbers >= 0
     lines = torch.arange(shape[0], device="cpu").repeat_interleave(shape[1])[is_real]
     _, codes = torch.unique(numbers[is_real], return_inverse=True)
@@ -303,13 +298,8 @@ class Nodes(Rows):
     def _owners(self, source: Source) -> Tensor:
         """Return the graph of each node."""
         assert self.sample is not None
-        owners = source.read("sample", self.sample)
-        if owners.ndim != 1 or owners.is_floating_point() or owners.is_complex():
-            raise CollectError(
-                f"sample of rows=Nodes() is {owners.dtype} of shape {tuple(owners.shape)} in batch "
-                f"{source.number}: give integers [nodes], the graph of each node"
-            )
-        owners = owners.long()
+        owners = source.numbers("sample", self.sample)
+        source.check_shape("sample", owners, ("nodes",), (owners.numel(),))
         if bool((owners < 0).any()):
             raise CollectError(
                 f"sample of rows=Nodes() is negative in batch {source.number}: count the graphs of "

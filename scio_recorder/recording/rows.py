@@ -21,6 +21,7 @@ from scio_recorder.tensors.copies import is_dense
 # A key or attribute of the batch, an argument of forward, or a function of the batch.
 Name: TypeAlias = str | Callable[[Any], Any]
 Fields: TypeAlias = Sequence[str] | Mapping[str, Name]
+Dims: TypeAlias = tuple[str, ...]
 
 # Columns that are made here, or for passes that continue earlier samples.
 _OWN = ("sample", "position", "step")
@@ -377,13 +378,27 @@ class Source:
             )
         return found.detach().cpu()
 
-    def truth(self, what: str, given: Tensor, dims: tuple[str, ...], shape: tuple[int, ...]) -> Any:
-        """Return a mask as bool, and refuse one of another shape or meaning."""
+    def check_shape(self, what: str, given: Tensor, dims: Dims, shape: tuple[int, ...]) -> Tensor:
+        """Return a value that has one entry for each line of the batch; refuse another one."""
         if tuple(given.shape) != shape:
             raise CollectError(
                 f"{what} of rows= has shape {tuple(given.shape)} in batch {self.number}, whose "
-                f"[{', '.join(dims)}] is {shape}: give a bool tensor of that shape"
+                f"[{', '.join(dims)}] is {shape}: give a tensor of that shape"
             )
+        return given
+
+    def numbers(self, what: str, given: Name) -> Tensor:
+        """Return integers, such as the graph of each node; refuse others."""
+        found = self.read(what, given)
+        if found.is_floating_point() or found.is_complex():
+            raise CollectError(
+                f"{what} of rows= is {found.dtype} in batch {self.number}: give integers"
+            )
+        return found.long()
+
+    def truth(self, what: str, given: Tensor, dims: Dims, shape: tuple[int, ...]) -> Tensor:
+        """Return a mask as bool, and refuse one of another shape or meaning."""
+        self.check_shape(what, given, dims, shape)
         if given.dtype == torch.bool:
             return given
         # Not all dtypes can be compared.
@@ -444,24 +459,19 @@ class Rows(abc.ABC):
 
     def __post_init__(self) -> None:
         """Refuse arguments that are neither names nor functions."""
-        for what, value in vars(self).items():
-            if what != "fields" and not (
-                value is None or isinstance(value, str) or callable(value)
-            ):
-                raise CollectError(f"{what}={value!r}: give a name, or a function of the batch")
-        if self.fields is None:
-            return
-        if isinstance(self.fields, str) or not isinstance(self.fields, Sequence | Mapping):
+        if isinstance(self.fields, str) or not isinstance(self.fields or (), Sequence | Mapping):
             raise CollectError(
                 f'fields={self.fields!r}: give a sequence of names such as ("input_ids",), or a '
                 "mapping from names to names or functions of the batch"
             )
-        for name, value in self._pairs():
-            if not isinstance(name, str) or not (isinstance(value, str) or callable(value)):
-                raise CollectError(
-                    f"fields has {name!r}: {value!r}, which is neither a name nor a function"
-                )
-            if name in ("", ".", "..", *_OWN) or "\0" in name:
+        given = {name: value for name, value in vars(self).items() if name != "fields"}
+        fields = {f"fields: {name!r}": value for name, value in self._pairs()}
+        for what, value in {**given, **fields}.items():
+            is_missing = value is None and what in given
+            if not (is_missing or isinstance(value, str) or callable(value)):
+                raise CollectError(f"{what}={value!r}: give a name, or a function of the batch")
+        for name, _ in self._pairs():
+            if not isinstance(name, str) or name in ("", ".", "..", *_OWN) or "\0" in name:
                 raise CollectError(
                     f"fields has {name!r}, which can't be a name, or is a column that rows always "
                     "have: rename it"
@@ -501,12 +511,8 @@ class Rows(abc.ABC):
             index, sample, position = index[is_kept], sample[is_kept], position[is_kept]
         columns = {"sample": sample, "position": position}
         for name, given in fields:
-            value = source.read(f"the field {name!r}", given)
-            if tuple(value.shape) != shape:
-                raise CollectError(
-                    f"the field {name!r} has shape {tuple(value.shape)} in batch {source.number}, "
-                    f"whose [{', '.join(dims)}] is {shape}: give one entry for each row"
-                )
+            what = f"the field {name!r}"
+            value = source.check_shape(what, source.read(what, given), dims, shape)
             columns[name] = value.flatten()[index]
         is_all = len(index) == owners.numel() and bool((index.diff() == 1).all())
         return BatchRows(dims, shape, num_samples, None if is_all else index, columns, lengths)

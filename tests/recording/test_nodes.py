@@ -139,7 +139,7 @@ def test_some_nodes_by_where_and_reductions_by_node_and_by_graph():
         (torch.tensor([1, 1, 1, 1]), "sample 0 of batch 1 is empty"),
         (torch.tensor([0, 0, -1, 1]), "negative in batch 1"),
         (torch.tensor([0.0, 0, 1, 1]), "float32 .*batch 1.*integers"),
-        (torch.tensor([[0, 0, 1, 1]]), r"\(1, 4\) in batch 1.*integers \[nodes\]"),
+        (torch.tensor([[0, 0, 1, 1]]), r"\(1, 4\) in batch 1.*\[nodes\] is \(4,\)"),
         (torch.tensor([0, 1]), r"\(4, 5\).*\[nodes, \.\.\.\], here \(2, \.\.\.\)"),
     ],
 )

@@ -383,7 +383,7 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "field of another shape": (
         DATA,
         {"fields": {"last": lambda batch: batch["input_ids"][:, -3:]}},
-        r"field 'last' has shape \(3, 3\) in batch 0.*\(3, 8\)",
+        r"field 'last' of rows= has shape \(3, 3\) in batch 0.*\(3, 8\)",
     ),
     "missing segments": (DATA, {"segments": "documents"}, "segments='documents'"),
     "segments of another shape": (
