@@ -479,7 +479,7 @@ def test_a_field_that_one_batch_lacks(tmp_path):
     ("given", "match"),
     [
         ({"fields": "input_ids"}, r"fields='input_ids'.*\(\"input_ids\",\)"),
-        ({"fields": {"a": 3}}, "fields has 'a'"),
+        ({"fields": {"a": 3}}, r"fields: 'a'=3: give a name"),
         ({"fields": 3}, "fields=3"),
         ({"fields": ["sample"]}, "'sample', .*a column that rows always have"),
         ({"mask": 3}, "mask=3"),
