@@ -76,7 +76,7 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
         return False
     parameter = _second_parameter(net)
-    if parameter is None or parameter.name in _LABELS or first.shape[:1] != second.shape[:1]:
+    if parameter is None or first.shape[:1] != second.shape[:1]:
         return False
     if parameter.default is not parameter.empty and second.ndim <= 1:
         # One number for each sample counts as a label if the net can do without it.
@@ -137,17 +137,22 @@ def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> tuple[int] |
     return None
 
 
-def _second_parameter(net: nn.Module) -> inspect.Parameter | None:
-    """Return the second positional parameter of a net's forward, if it can be a tensor."""
+def _signature(net: nn.Module) -> inspect.Signature:
+    """Return the parameters of a net's forward; any are taken if it does not tell them."""
     try:
-        parameters = list(inspect.signature(net.forward).parameters.values())
+        return inspect.signature(net.forward)
     except (TypeError, ValueError):
-        return None
+        return inspect.signature(lambda *args, **kwargs: None)
+
+
+def _second_parameter(net: nn.Module) -> inspect.Parameter | None:
+    """Return the second positional parameter of a net's forward, if it can be another input."""
+    parameters = list(_signature(net).parameters.values())[:2]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if len(parameters) < 2 or any(parameter.kind not in kinds for parameter in parameters[:2]):
+    if len(parameters) < 2 or any(one.kind not in kinds for one in parameters):
         return None
     second = parameters[1]
-    is_option = isinstance(second.default, bool | int | float | str)
+    is_option = isinstance(second.default, bool | int | float | str) or second.name in _LABELS
     return None if is_option else second
 
 
@@ -235,14 +240,11 @@ def _advice_on_dtype(error: Exception, net: nn.Module, inputs: Inputs, batch: An
 
 def _refused(net: nn.Module, inputs: Inputs) -> str:
     """Return a sentence on why a net's forward can't be called like this; empty if it can."""
-    try:
-        signature = inspect.signature(net.forward)
-    except (TypeError, ValueError):
-        return ""
+    signature = _signature(net)
+    unknown = [name for name in inputs.kwargs if name not in signature.parameters]
     try:
         signature.bind(*inputs.args, **inputs.kwargs)
     except TypeError as reason:
-        unknown = [name for name in inputs.kwargs if name not in signature.parameters]
         if not unknown:
             return (
                 f"the net's forward can't be called with it: {reason}. Only the first element of a "

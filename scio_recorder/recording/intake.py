@@ -137,15 +137,14 @@ class StoringIntake(LayerIntake):
     # The sums of the current batch, which may fail.
     _measured: tuple[float, float] = (0.0, 0.0)
     _column: Column | None = None
-    # The shape of a row of activations that need no check; None if each needs one.
-    _row_shape: tuple[int, ...] | None = None
+    # The shape of a row of activations that need no check; that of no row if each needs one.
+    _row_shape: tuple[int, ...] = (-1,)
     _dtype: torch.dtype | None = None
 
     def receive(self, activation: Any) -> None:
         """Copy an activation into the store."""
         if (
-            self._row_shape is not None
-            and type(activation) is Tensor
+            type(activation) is Tensor
             and activation.dtype is self._dtype
             and activation.shape == self.current.rows.shape + self._row_shape
         ):
@@ -259,15 +258,15 @@ class ReducingIntake(LayerIntake):
     def _reduce(self, kept: Tensor) -> None:
         current = self.current
         for reduction in self.reductions:
+            is_ours = isinstance(reduction, SampleReduction)
+            is_in_part = is_ours and not current.rows.are_whole_batch
+            options = {"to_rows": current.rows.labels} if is_in_part else {}
             was_reduced, current.is_reduced = current.is_reduced, True
             try:
-                if current.rows.are_whole_batch or not isinstance(reduction, SampleReduction):
-                    reduction.update(kept, current.batch)
-                else:
-                    reduction.update(kept, current.batch, to_rows=current.rows.labels)
+                reduction.update(kept, current.batch, **options)
             except CollectError as error:
                 # Reductions of this library check all values before they change anything.
-                current.is_reduced = was_reduced or not isinstance(reduction, SampleReduction)
+                current.is_reduced = was_reduced or not is_ours
                 error.add_note(f"raised while reducing layer {self.layer}")
                 raise
             except Exception as error:
