@@ -46,13 +46,13 @@ def from_recipes(
     other classes.
     """
     try:
-        if isinstance(recipes, list):
-            patterns = given if isinstance(given, list) else [given] * len(recipes)
-            each = zip(recipes, patterns, *states, strict=True)
-            return [_merged(recipe, own, where, one) for recipe, one, *own in each]
-        return _merged(recipes, states, where, given)
+        patterns = [_pattern(recipe, where) for recipe in several(recipes)]
+        patterns = patterns if given is None else several(given)
+        each = zip(patterns, *map(several, states), strict=True)
+        merged = [_merged(pattern, own, where) for pattern, *own in each]
     except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
         raise RecordingError(f"{where}: its reduction can't be restored: {error}") from error
+    return merged if isinstance(recipes, list) else merged[0]
 
 
 def _recipe(reduction: Reduction) -> dict[str, Any]:
@@ -62,41 +62,35 @@ def _recipe(reduction: Reduction) -> dict[str, Any]:
     return {"kind": kind, "custom": True}
 
 
-def _merged(
-    recipe: dict[str, Any], states: Sequence[dict[str, Any]], where: str, given: Any = None
-) -> Reduction:
-    first, *others = [_restored(recipe, state, where, given) for state in states]
-    if isinstance(first, _Unreadable):
-        return first
-    for other in others:
-        try:
-            first.merge(other)
-        except CollectError as error:
-            return _Unreadable(
-                f"layer {where} was reduced by {recipe['kind']} in {len(states)} processes, whose "
-                f"results can't be merged: {error}"
-            )
-    return first
-
-
-def _restored(
-    recipe: dict[str, Any], state: dict[str, Any], where: str, given: Reduction | None
-) -> Reduction:
+def _pattern(recipe: Any, where: str) -> Reduction:
+    """Return a reduction without data, or what stands for one of an unknown class."""
     options = dict(recipe)
     kind = options.pop("kind")
     ours = _ours(kind)
-    if given is not None:
-        restored = given.fresh()
-        restored.load_state_dict(state)
-        return restored
     if options.pop("custom", False) or ours is None:
         return _Unreadable(
             f"layer {where} was reduced by {kind}, which is not a reduction of this library and "
             "can't be restored without its class: collect with resume=True and the same reductions"
         )
-    reduction: Reduction = ours.from_recipe(**options)
-    reduction.load_state_dict(state)
-    return reduction
+    pattern: Reduction = ours.from_recipe(**options)
+    return pattern
+
+
+def _merged(pattern: Reduction, states: Sequence[dict[str, Any]], where: str) -> Reduction:
+    if isinstance(pattern, _Unreadable):
+        return pattern
+    each = [pattern.fresh() for _ in states]
+    for restored, state in zip(each, states, strict=True):
+        restored.load_state_dict(state)
+    for other in each[1:]:
+        try:
+            each[0].merge(other)
+        except CollectError as error:
+            return _Unreadable(
+                f"layer {where} was reduced by {type(pattern).__name__} in {len(states)} "
+                f"processes, whose results can't be merged: {error}"
+            )
+    return each[0]
 
 
 class _Unreadable(Reduction):
