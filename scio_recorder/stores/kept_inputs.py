@@ -102,9 +102,9 @@ class KeptCalls:
         except UnkeepableError as error:
             raise CollectError(
                 f"layer {layer} received a {error}, which can't be kept on disk: only tensors, "
-                "numbers, strings, None, dtypes and devices can be, in tuples, lists and "
-                f"dicts. {_way_out(str(error))}, record another layer, or write "
-                'store="host"'
+                "numbers, strings, None, dtypes and devices can be, in tuples, lists and dicts. "
+                "Call the net without it (a cache, by use_cache=False in net.config or among the "
+                'keywords of to_inputs=), record another layer, or write store="host"'
             ) from None
         return {"leaves": kept, "call": node, "weights": call.weights, "output": call.output}
 
@@ -250,15 +250,6 @@ def _is_regular(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> 
             return False
         extent += max(0, size - 1) * step
     return extent * itemsize <= _MAX_EXTENT_BYTES
-
-
-def _way_out(name: str) -> str:
-    if "cache" not in name.lower():
-        return "Call the net without it"
-    return (
-        "Call the net without it, by use_cache=False in net.config or in what to_inputs= returns "
-        'as keywords, such as {"input_ids": batch, "use_cache": False}'
-    )
 
 
 def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:

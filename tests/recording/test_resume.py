@@ -129,8 +129,8 @@ def doubled(activation, batch):
         (lambda rnet: None, {"dtype": torch.float16}, "dtype"),
         (lambda rnet: None, {"reduce": {"0": Mean()}}, "reductions"),
         (lambda rnet: None, {"every": 2}, "every"),
-        (other_weights, {}, "recorded with other weights: "),
-        (other_weights, {"every": 2}, "recorded with other weights, and other settings: every"),
+        (other_weights, {}, "with other settings: the weights are others. Give the same network"),
+        (other_weights, {"every": 2}, "with other settings: the weights are others; every"),
     ],
 )
 @pytest.mark.parametrize("complete", [False, True])

@@ -267,12 +267,7 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
         )
     # Digests tell nothing to a reader.
     has_other_weights = there.pop("weights", None) != here.pop("weights", None)
-    found = differences(there, here)
-    if has_other_weights and not found:
-        raise RecordingError(
-            f"{path} was recorded with other weights: give the network with the weights that it "
-            "had, or choose another folder"
-        )
+    found = ["the weights are others"] * has_other_weights + differences(there, here)
     if found:
         way = ""
         if stored.get("world_size") != given.get("world_size"):
@@ -281,8 +276,8 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
             way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
         shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise RecordingError(
-            f"{path} was recorded with other {'weights, and other ' * has_other_weights}settings: "
-            f"{shown}. Give the same settings, or choose another folder{way}"
+            f"{path} was recorded with other settings: {shown}. Give the same network and "
+            f"settings, or choose another folder{way}"
         )
 
 

@@ -15,8 +15,6 @@ from scio_recorder.stores.disk_format.tensor_file import JSON, MAX_SIZE, expect
 
 Ids: TypeAlias = "range | array[int] | tuple[str, ...]"
 
-_TOO_MANY = f"more than {MAX_SIZE} samples"
-
 
 class SampleIds(Sequence[int | str]):
     """The ids of many chunks as one sequence; consecutive numbers take no memory.
@@ -39,28 +37,25 @@ class SampleIds(Sequence[int | str]):
     def add(self, part: Ids) -> None:
         """Append the ids of one chunk; `ValueError` if `check` refuses them."""
         self.check(part)
-        if len(part):
-            self._parts.append(part)
-            self._ends.append(self._ends[-1] + len(part))
+        self._append(part)
 
     def join(self, others: SampleIds) -> None:
         """Append the ids of another writer, which may be of another type."""
-        if self._ends[-1] + others._ends[-1] > MAX_SIZE:
-            raise ValueError(_TOO_MANY)
-        ends = [self._ends[-1] + end for end in others._ends[1:]]
-        self._parts += others._parts
-        self._ends += ends
+        for part in others._parts:
+            self._append(part)
 
     def check(self, part: Ids) -> None:
         """Raise `ValueError` for ids of another type than the earlier ones, or for too many."""
-        if (
-            len(part)
-            and self._parts
-            and isinstance(self._parts[0], tuple) != isinstance(part, tuple)
-        ):
+        kinds = {isinstance(one, tuple) for one in (*self._parts[:1], part) if len(one)}
+        if len(kinds) > 1:
             raise ValueError("integers and strings are mixed as sample ids")
-        if self._ends[-1] + len(part) > MAX_SIZE:
-            raise ValueError(_TOO_MANY)
+        if len(self) + len(part) > MAX_SIZE:
+            raise ValueError(f"more than {MAX_SIZE} samples")
+
+    def _append(self, part: Ids) -> None:
+        if len(part):
+            self._parts.append(part)
+            self._ends.append(self._ends[-1] + len(part))
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -147,10 +147,9 @@ def table_to_json(table: Table) -> list[JSON]:
     for name, spec in table.items():
         if spec.dtype not in _FORMAT_NAMES:
             raise ValueError(f"{name}: {spec.dtype} can't be kept on disk; convert the tensor")
-        if name == "__metadata__":
-            raise ValueError("the name __metadata__ has a meaning of its own in safetensors files")
-        if not name.isascii() and name != name.encode(errors="replace").decode():
-            raise ValueError(f"the name {name!r} can't be written as UTF-8")
+        # Other programs read names as UTF-8, and one as an entry of another kind.
+        if name == "__metadata__" or name != name.encode(errors="replace").decode():
+            raise ValueError(f"{name!r} can't be the name of a tensor in a file")
     # Not every reader of JSON keeps the order in objects, and the order places the data.
     return [
         [name, {"dtype": dtype_name(spec.dtype), "shape": list(spec.shape)}]
@@ -360,10 +359,9 @@ class TensorFile:
         self._verified = bytearray(len(self._verified))
         step = self._medium.span_bytes
         scratch = numpy.empty(step, numpy.uint8)
-        with accessing(self.path):
-            for name, spec in self.table.items():
-                for start in range(0, spec.nbytes, step):
-                    self._copy_span(scratch[: spec.nbytes - start], name, start, start)
+        for name, spec in self.table.items():
+            for start in range(0, spec.nbytes, step):
+                self.copy_into(scratch[: spec.nbytes - start], name, start)
         return self.num_bytes
 
     def _copy_span(self, out: NDArray[numpy.uint8], name: str, start: int, span: int) -> None:
