@@ -35,7 +35,7 @@ from scio_recorder.nets.records import Recorded
 from scio_recorder.nets.records import copied as as_complete
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import version_of
+from scio_recorder.tensors.copies import inner_tensors, memories_of, same_bits, version_of
 from scio_recorder.tensors.ownership import Hold, exchange, own_copy
 from scio_recorder.tensors.structures import Rebuild, flatten, tensors
 
@@ -139,13 +139,15 @@ class KeptTensor:
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether the network overwrote the tensor that it was given.
+        """Whether the network overwrote the tensor that it was given, counted by torch or not.
 
         What is learned about one layer must not depend on what is done for another, so an overwrite
         that an exchange prevented counts too.
         """
-        return version_of(self.used) != self.used_version or (
-            self.exposed_by is not None and self.exposed_by.is_overwritten
+        return (
+            version_of(self.used) != self.used_version
+            or (self.exposed_by is not None and self.exposed_by.is_overwritten)
+            or not _same_bits(self.tensor, self.used)
         )
 
 
@@ -165,12 +167,14 @@ class KeptValue:
 
     def next_kind(self, kind: int, lasting: set[int]) -> int:
         """Return the kind to keep it by from now on, given memory that outlives the pass."""
-        reference = BARE if self.is_tensor else REFERENCE
+        # Hooks on the fast path look at the counter of a tensor, not at those of tensors inside.
+        is_bare = self.is_tensor and inner_tensors(self.leaves[0].used)[0] is self.leaves[0].used
+        reference = BARE if is_bare else REFERENCE
         if kind != LEARN:
             return max(kind, reference)
         for leaf in self.leaves:
             # Tensors of inference mode have no version counter: overwriting them can't be noticed.
-            is_unknown = leaf.used.is_inference() or private.memory_of(leaf.used) in lasting
+            is_unknown = version_of(leaf.used) == -1 or memories_of(leaf.used) & lasting
             if is_unknown or leaf.is_overwritten:
                 return COPY
         return reference
@@ -193,8 +197,8 @@ def keep(
     is_output = onward is not None
     if kind in (REFERENCE, BARE) and is_output and onward is not value:
         # A tensor that a post-processor made from the record itself could change it later.
-        memory = {private.memory_of(tensor) for tensor in tensors(onward)}
-        kind = COPY if any(private.memory_of(leaf) in memory for leaf in leaves) else kind
+        memory = {one for tensor in tensors(onward) for one in memories_of(tensor)}
+        kind = COPY if any(memories_of(leaf) & memory for leaf in leaves) else kind
     kept = [_keep_tensor(leaf, kind, copied, is_output) for leaf in leaves]
     pairs = zip(kept, leaves, strict=True)
     on_graph = [own.tensor if own.tensor.grad_fn is not None else leaf for own, leaf in pairs]
@@ -204,16 +208,19 @@ def keep(
 def _keep_tensor(
     leaf: Tensor, kind: int, copied: dict[int, KeptTensor], is_output: bool
 ) -> KeptTensor:
+    version = version_of(leaf)
+    if kind in (REFERENCE, BARE) and version != -1:
+        return KeptTensor(leaf, leaf)
     known = copied.get(id(leaf))
-    if known is not None and (
-        not known.used_version == version_of(leaf) >= 0
+    if known is not None and not (
+        known.used_version == version != -1
         # A tensor that an inner module returned inside an autograd Function comes onto the
         # graph later.
-        or known.tensor.requires_grad != leaf.requires_grad
+        and known.tensor.requires_grad == leaf.requires_grad
+        # Torch doesn't count all writes.
+        and _same_bits(known.tensor, leaf)
     ):
         known = None
-    if known is None and kind in (REFERENCE, BARE) and not leaf.is_inference():
-        return KeptTensor(leaf, leaf)
     view = inner = None
     if is_output and leaf.grad_fn is not None:
         # Nothing here may hold the base of the view. The caller of an inner module holds it
@@ -227,6 +234,14 @@ def _keep_tensor(
     if view is not None and inner is not None:
         inner.exposed_by = known
     return known
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    try:
+        return same_bits(one, other)
+    except RuntimeError:
+        # Tensors without data can't be compared.
+        return False
 
 
 def offload(value: Any) -> Recorded:
@@ -282,7 +297,7 @@ def _mentions(code: CodeType) -> bool:
 
 def _structure(value: Any, around: tuple[int, ...] = ()) -> object:
     if isinstance(value, Tensor):
-        return value.dtype
+        return value.dtype if type(value) is Tensor else (type(value), value.dtype)
     is_mapping = isinstance(value, Mapping)
     if (is_mapping or isinstance(value, list | tuple)) and id(value) not in around:
         # Not every mapping yields its keys: a TensorDict yields its rows.

@@ -31,6 +31,7 @@ from scio_recorder.nets.refusals import cast_for
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import memories_of
 from scio_recorder.tensors.ownership import Hold, holder
 from scio_recorder.tensors.structures import flatten, holder_out_of_sight
 
@@ -263,7 +264,7 @@ class Pass:
             # Batch norm and fused optimisers write to buffers and parameters without a new version.
             root = self.program.architecture[0, 1].module
             own = [] if root is None else [*root.buffers(), *root.parameters()]
-            lasting = {private.memory_of(tensor) for tensor in own}
+            lasting = {memory for tensor in own for memory in memories_of(tensor)}
         self.setting.learn(
             self.keeping,
             [

@@ -118,7 +118,8 @@ class TrackedCall:
         if private.place_of(node) < start:
             self._older.add(id(tensor))
         elif private.base_of(tensor) is not None:
-            self._views.append((version_counter(tensor), version_of(tensor)))
+            counter = version_counter(tensor)
+            self._views.append((counter, version_of(counter)))
         calls = node.metadata.get((self._log, tensor.output_nr))
         if calls is None:
             calls = node.metadata[self._log, tensor.output_nr] = _Calls()

@@ -334,9 +334,9 @@ class Records(LayerMapping[Any]):
 
     def _explain_mutation(self, label: DepthIdx) -> str:
         changed = (
-            f"the {self._what} of layer {self._architecture[label]} was changed in place after it "
-            "was recorded: later in the pass, or since, as by `output += 1` on a tensor that the "
-            "network returned or received. "
+            f"the {self._what} of layer {self._architecture[label]} was changed in place, or its "
+            "memory was freed, after it was recorded: later in the pass, or since, as by `output "
+            "+= 1` on a tensor that the network returned or received. "
         )
         if self.copy_from_now_on is None:
             return changed + "Work on a clone of that tensor, or record with another copy="

@@ -157,7 +157,7 @@ class _Packer:
         copy = None if self._stays(tensor) else self.owner.shrink(tensor)
         # Shares the tensor's version counter; None if others check versions.
         counter = version_counter(tensor) if self._checks else None
-        outer_unpack, version = self._outer_unpack, version_of(tensor)
+        outer_unpack, version = self._outer_unpack, counter is not None and version_of(counter)
         if self._outer_pack is not None:
             value = self._outer_pack(tensor if copy is None else copy.kept)
         else:

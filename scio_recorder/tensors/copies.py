@@ -2,27 +2,111 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from scio_recorder.tensors import private
 
-def version_of(tensor: Tensor) -> int:
+# A number; of a wrapper, a tuple of its own and those of the tensors inside.
+Version: TypeAlias = Any
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors with the memory of one that may be a wrapper without memory of its own.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any. Wrappers are ``DTensor``, ``MaskedTensor`` and other subclasses, also of each other.
+
+    Returns
+    -------
+    list of Tensor
+        The tensor alone if it is no wrapper, or doesn't say what is inside.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> inner_tensors(x)[0] is x
+    True
+    """
+    if type(tensor) in _PLAIN or (names := _names_inside(tensor)) is None:
+        return [tensor]
+    # Other values, such as a mesh of devices, may be among them.
+    inside = [one for one in (getattr(tensor, name) for name in names) if isinstance(one, Tensor)]
+    return [inner for one in inside for inner in inner_tensors(one)] or [tensor]
+
+
+def _names_inside(tensor: Tensor) -> Iterable[str] | None:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names: list[str] = flatten()[0]
+        return names
+    try:
+        has_own_memory = not tensor.numel() or tensor.data_ptr() != 0
+    except RuntimeError:
+        # Sparse tensors have no pointer, and traced ones no memory at all.
+        return None
+    return None if has_own_memory else list(getattr(tensor, "__dict__", ()))
+
+
+def version_of(tensor: Tensor) -> Version:
     """Return the version counter, or -1 if there is none.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        One made in inference mode has no counter.
+        One made in inference mode has no counter. A wrapper does not count what happens to the
+        tensors inside, so its version consists of several.
 
     Examples
     --------
     >>> version_of(torch.zeros(1).add_(1))
     1
     """
-    return -1 if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return -1
+    # Jagged tensors share the counter of their values.
+    inner = [tensor] if type(tensor) in _PLAIN or tensor.is_nested else inner_tensors(tensor)
+    if inner[0] is tensor:
+        return tensor._version
+    versions = [(id(one), version_of(one)) for one in inner]
+    return -1 if any(version == -1 for _, version in versions) else (tensor._version, *versions)
+
+
+def memories_of(tensor: Tensor) -> set[int]:
+    """Return ids of the memories of a tensor, valid while it lives; a wrapper has several."""
+    return {private.memory_of(inner) for inner in inner_tensors(tensor)}
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor, which may have been freed or resized, holds all of it.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> before = has_memory(x)
+    >>> _ = x.untyped_storage().resize_(0)
+    >>> before, has_memory(x)
+    (True, False)
+    """
+    return all(map(_fits_its_memory, inner_tensors(tensor)))
+
+
+def _fits_its_memory(tensor: Tensor) -> bool:
+    try:
+        num_bytes = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        # Sparse and other layouts have none of their own.
+        return True
+    extent = tensor.numel() if tensor.is_nested else _extent(tensor)
+    start = 0 if tensor.is_nested else tensor.storage_offset()
+    return extent == 0 or (start + extent) * tensor.itemsize <= num_bytes
 
 
 def version_counter(tensor: Tensor) -> Tensor:
@@ -66,7 +150,7 @@ def is_plain(tensor: Tensor) -> bool:
         False for subclasses, sparse, quantised, nested, lazily conjugated and data-less tensors.
     """
     return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
+        type(tensor) in _PLAIN
         and is_dense(tensor)
         and tensor.device.type != "meta"
         and not (tensor.is_conj() or tensor.is_neg())
@@ -236,7 +320,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     Returns
     -------
     bool
-        Compared by value if tensors are not strided.
+        Compared by value if tensors are not strided. False if the memory of one was freed.
 
     Examples
     --------
@@ -249,6 +333,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return False
     # Nested tensors have no shape, or one with a symbol that only they have.
     if not one.is_nested and one.shape != other.shape:
+        return False
+    inner, others = inner_tensors(one), inner_tensors(other)
+    if inner[0] is not one:
+        return len(inner) == len(others) and all(map(same_bits, inner, others))
+    if not (has_memory(one) and has_memory(other)):
         return False
     if not is_dense(one):
         return _same_parts(one.detach(), other.detach())
@@ -274,9 +363,13 @@ def _memory(tensor: Tensor) -> Tensor:
     """Return the memory from a tensor's first element to its last."""
     if tensor.numel() == 0:
         return tensor.new_empty(0)
+    return tensor.as_strided((_extent(tensor),), (1,))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the number of elements in memory from a tensor's first to its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    extent = 1 + sum((size - 1) * stride for size, stride in steps)
-    return tensor.as_strided((extent,), (1,))
+    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
 
 
 def to_array(samples: Tensor) -> NDArray[Any]:

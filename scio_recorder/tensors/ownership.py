@@ -30,11 +30,16 @@ from torch.utils import swap_tensors
 
 from scio_recorder.errors import UnsupportedTorchError
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import version_of
+from scio_recorder.tensors.copies import Version, has_memory, inner_tensors, version_of
+
+# The version that no tensor has.
+_LOST = -2
 
 
 class HeldTensor:
     """A tensor in a record: the only reference to it, and the version that it must have.
+
+    Reading freed memory would end the process, so the memory is looked at first.
 
     Parameters
     ----------
@@ -55,15 +60,19 @@ class HeldTensor:
 
     __slots__ = ("_is_own", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, version: int | None = None) -> None:
+    def __init__(self, tensor: Tensor, version: Version | None = None) -> None:
         self.tensor = tensor
-        self.version = version_of(tensor) if version is None else version
+        self.version: Version = version_of(tensor) if version is None else version
         self._is_own = False
 
     @property
     def is_intact(self) -> bool:
-        """Whether the tensor was not changed in place."""
-        return version_of(self.tensor) == self.version
+        """Whether the tensor was not changed in place, and its memory was not freed."""
+        is_intact = version_of(self.tensor) == self.version and has_memory(self.tensor)
+        if not is_intact:
+            # Memory that was freed may come back with other numbers.
+            self.version = _LOST
+        return is_intact
 
     def peek(self) -> Tensor:
         """Return the tensor, which other code may still change."""
@@ -83,7 +92,7 @@ class HeldTensor:
 Held = HeldTensor
 
 
-Hold: TypeAlias = Callable[[Tensor, int], HeldTensor]
+Hold: TypeAlias = Callable[[Tensor, Version], HeldTensor]
 
 
 def holder() -> Hold:
@@ -100,9 +109,9 @@ def holder() -> Hold:
     >>> hold(tensor, 0) is hold(tensor, 0)
     True
     """
-    known: dict[tuple[int, int], HeldTensor] = {}
+    known: dict[tuple[int, Version], HeldTensor] = {}
 
-    def hold(tensor: Tensor, version: int) -> HeldTensor:
+    def hold(tensor: Tensor, version: Version) -> HeldTensor:
         held = known.get((id(tensor), version))
         if held is None:
             held = known[id(tensor), version] = HeldTensor(tensor, version)
@@ -198,7 +207,7 @@ def exchange(view: Tensor, own_references: int = 0) -> Tensor | None:
     >>> kept[0].item(), torch.autograd.grad(out, kept)[0][0].item()
     (2.0, 2.0)
     """
-    if private.base_of(view) is None:
+    if private.base_of(view) is None or inner_tensors(view)[0] is not view:
         return None
     fresh = _holders_of_fresh(is_view=True, is_on_graph=True)[1]
     # Hooks of an overwritten view are not called, so they must not move with its place.
@@ -239,6 +248,9 @@ def _is_held_alone(held: HeldTensor) -> bool:
     Autograd may hold the tensor itself if it is on the graph, since it only reads.
     """
     tensor = held.tensor
+    if inner_tensors(tensor)[0] is not tensor:
+        # Who holds the tensors inside is not counted.
+        return False
     fresh = _holders_of_fresh(private.base_of(tensor) is not None, tensor.requires_grad)
     del tensor
     if (sys.getrefcount(held.tensor), _holders(held.tensor)) != fresh:
