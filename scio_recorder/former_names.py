@@ -13,7 +13,7 @@ from types import ModuleType
 MOVED = {
     "analysis.alikeness": "analysis",
     "analysis.alikeness.similarity": "analysis.similarity",
-    "analysis.guarding.kept_call": "analysis.guarding.guard",
+    "analysis.guarding.kept_call": "analysis.guarding.origin",
     "analysis.sweeping": "analysis",
     "analysis.sweeping.effects": "analysis.effects",
     "analysis.sweeping.sweep": "analysis.sweep",

@@ -17,18 +17,20 @@ import math
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from torch import Tensor, nn
 
 from scio_recorder.analysis.guarding.finite import KINDS, Known, NonFinite, examine
-from scio_recorder.analysis.guarding.guard import Action, Direction, KeptInputs, Origin
 from scio_recorder.analysis.guarding.loss_scaling import LossScaling
+from scio_recorder.analysis.guarding.origin import Direction, KeptInputs, Origin
 from scio_recorder.errors import ArgumentError, NonFiniteError, warn
 from scio_recorder.layer import Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.tensors import private
+
+Action: TypeAlias = Literal["raise", "warn", "record"]
 
 
 class GuardedCall:

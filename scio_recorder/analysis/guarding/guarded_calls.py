@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from scio_recorder.analysis.guarding.checks import Checks, GuardedCall
+from scio_recorder.analysis.guarding.checks import Action, Checks, GuardedCall
 from scio_recorder.analysis.guarding.finite import Known
-from scio_recorder.analysis.guarding.guard import Action, Guard, KeptInputs
+from scio_recorder.analysis.guarding.guard import Guard
 from scio_recorder.analysis.guarding.guarded_gradients import attach
+from scio_recorder.analysis.guarding.origin import KeptInputs
 from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
 from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError

@@ -1,0 +1,175 @@
+"""The call that made the first NaN or infinity, and its inputs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, nn
+
+from scio_recorder.errors import ArgumentError
+from scio_recorder.layer import Layer
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.records import Inputs
+from scio_recorder.nets.state.moment import Moment
+from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
+from scio_recorder.stores.kept_inputs import Calls, KeptCall, KeptCalls
+from scio_recorder.stores.store import Held
+from scio_recorder.tensors.copies import is_plain
+from scio_recorder.tensors.digests import Weights, digest_of
+from scio_recorder.tensors.structures import map_tensors, tensors
+
+Direction: TypeAlias = Literal["forward", "gradient"]
+
+
+class KeptInputs:
+    """Copies of a module's inputs before a call, and of the state in which it will run.
+
+    Parameters
+    ----------
+    layer : Layer
+        A call of the module.
+    module : torch.nn.Module
+        The module.
+    inputs : Inputs
+        The inputs that its forward is about to receive.
+    weights : Weights
+        Takes digests of modules' parameters.
+    """
+
+    def __init__(self, layer: Layer, module: nn.Module, inputs: Inputs, weights: Weights) -> None:
+        self._calls = KeptCalls()
+        call = KeptCall(inputs, Moment.of(module, inputs), weights.digest(module))
+        self._kept = self._calls.keep(layer, call)
+        self._output: Any = None
+
+    def end(self, output: Any) -> None:
+        """Note the module's output."""
+        self._kept["output"] = digest_of(output)
+        self._output = map_tensors(lambda tensor: tensor.detach().clone(), output)
+
+    def save(self, path: str | os.PathLike[str], architecture: Architecture, layer: Layer) -> None:
+        """Write a recording of this call of a layer, with its output if that is a tensor."""
+        # A guard does not wait for the import of what reads recordings.
+        from scio_recorder.recording.recording import Recording
+
+        output, calls, ids = self._output, self._calls, SampleIds()
+        sizes = [len(tensor) for tensor in tensors(output) if tensor.ndim]
+        num_samples = sizes[0] if sizes else 1
+        is_kept = isinstance(output, Tensor) and is_plain(output) and output.ndim > 0
+        if not calls.rows:
+            calls.commit(num_samples, {str(layer.label): self._kept})
+        ids.add(to_ids(range(num_samples)))
+        held = Held(
+            {layer.label: output} if is_kept else {},
+            ids,
+            Calls(calls, architecture, [str(layer.label)]),
+        )
+        Recording(architecture, held, reductions={}, relative_errors={}, settings={}).save(path)
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """The call that made the first NaN or infinity.
+
+    Parameters
+    ----------
+    layer : Layer
+        The call; if the module ran more often than at labelling, its last labelled call.
+    direction : {"forward", "gradient"}
+        Whether the fault is in its output, or in the gradients that it gave back.
+    pass_number : int
+        The number of the pass in the block, from 0 on; for a gradient, of the differentiated pass.
+    num_nan, num_inf : int
+        How many of each it made: in its whole output, or in the first gradient that is not finite.
+    num_values : int
+        The number of values among which these were counted.
+    index : tuple of int
+        The index of the first of them, in the first tensor that has any.
+    parameter : str or None
+        Name of the module's parameter, if this is the gradient of one.
+    inputs_finite : bool
+        Whether all its inputs, or the gradients of its outputs, were finite.
+    weights_finite : bool
+        Whether the module's parameters and buffers are finite.
+    """
+
+    layer: Layer
+    direction: Direction
+    pass_number: int
+    num_nan: int
+    num_inf: int
+    num_values: int
+    index: tuple[int, ...]
+    parameter: str | None
+    inputs_finite: bool
+    weights_finite: bool
+    _architecture: Architecture = field(repr=False)
+    _kept: KeptInputs | None = field(repr=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the inputs of the call, and the state in which it ran, as a recording.
+
+        ``open_recording(path).recompute(rnet, label)`` runs the module again, which makes the same
+        NaNs, and ``.inputs[label][0]`` is what it received. Nothing of the net is needed to read.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The folder. It is empty or does not exist yet.
+
+        Raises
+        ------
+        ArgumentError
+            Inputs were not kept.
+        CollectError
+            Some inputs are of a type that can't be kept on disk.
+        RecordingError
+            The folder is not empty, or the disk fails.
+
+        Examples
+        --------
+        >>> import tempfile, torch
+        >>> from scio_recorder import Recorder, open_recording
+        >>> rnet = Recorder(nn.Sequential(nn.ReLU(), nn.LayerNorm(2, eps=0.0)), input_size=(1, 2))
+        >>> with rnet.guard(action="record", keep_inputs=True) as guard:
+        ...     out = rnet(torch.tensor([[3.0, 3.0]]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     guard.origin.save(f"{folder}/fault")
+        ...     recording = open_recording(f"{folder}/fault")
+        ...     recording.inputs["1"][0].args, recording.recompute(rnet, "1")["1"]
+        ((tensor([[3., 3.]]),), tensor([[nan, nan]]))
+        """
+        if self._kept is None:
+            if self.direction == "forward":
+                raise ArgumentError(
+                    "the inputs of the call were not kept: write guard(keep_inputs=True)"
+                )
+            raise ArgumentError(
+                "it was made in a backward pass, and no part of that can run again on its own: "
+                "save the weights and the batch instead, and run the step again"
+            )
+        self._kept.save(path, self._architecture, self.layer)
+
+    @property
+    def sample(self) -> int | None:
+        """The index of the first affected sample; None for a parameter's gradient."""
+        return self.index[0] if self.index and self.parameter is None else None
+
+    def __str__(self) -> str:
+        counts = ((self.num_nan, "NaN"), (self.num_inf, "infinite"))
+        made = " and ".join(f"{count:,} {kind}" for count, kind in counts if count)
+        what, given = "what it returned", "its inputs"
+        if self.direction == "gradient":
+            of = "its inputs" if self.parameter is None else f"its parameter {self.parameter!r}"
+            what, given = f"the gradient of {of}", "the gradients of its outputs"
+        first = f", the first at {list(self.index)}" if self.index else ""
+        states = ((given, self.inputs_finite), ("its weights", self.weights_finite))
+        said = [f"{name} were {'' if is_so else 'not '}finite" for name, is_so in states]
+        if self.inputs_finite and self.weights_finite:
+            said = [f"{given} and its weights were finite"]
+        return (
+            f"layer {self.layer} made {made} of {self.num_values:,} values in {what}, in pass "
+            f"{self.pass_number}{first}: {' and '.join(said)}"
+        )
