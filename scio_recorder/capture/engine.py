@@ -15,7 +15,7 @@ from torch import nn
 from scio_recorder.capture.checkpoint_regions import Rerun, Reruns, is_rerun
 from scio_recorder.capture.compiled import CompiledPass
 from scio_recorder.capture.gradients import GradientHooks, Gradients
-from scio_recorder.capture.hooks import TRACED, Hooks, Site
+from scio_recorder.capture.hooks import RUNNING, TRACED, Hooks, RunningPass, Site
 from scio_recorder.capture.keeping import INPUT, OUTPUT, Setting, Settings
 from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Program, RecordOptions, Sink
@@ -111,7 +111,6 @@ class Capture:
         self._latest = _Latest()
         # The latest pass, if it was compiled.
         self._compiled: CompiledPass | None = None
-        self._active: set[int] = set()
         self._lock = threading.Lock()
         self._is_removed = False
         self._has_warned = False
@@ -233,7 +232,7 @@ class Capture:
         try:
             with self._lock:
                 # From here on a pass of another thread that fails leaves the hooks where they are.
-                self._active.add(id(current))
+                RUNNING[id(current)] = RunningPass(self.site, threading.get_ident(), current)
                 on_inputs = current.posts.on_inputs
                 self._hooks.make_ready(self.program.modules_of(on_inputs) if on_inputs else set())
             if self.options.gradients or current.posts.acts:
@@ -248,11 +247,11 @@ class Capture:
                     raise
             local.active, local.log = outer, outer_log
             self._finish(current)
-            self._active.discard(id(current))
+            RUNNING.pop(id(current), None)
         except BaseException as error:
             # An interruption can come anywhere, even before the pass has begun to run.
             local.active, local.log = outer, outer_log
-            self._active.discard(id(current))
+            RUNNING.pop(id(current), None)
             if isinstance(error, Exception) and not isinstance(error, RecorderError):
                 current.explain(error, Inputs(args, kwargs))
             current.abandon()
@@ -317,7 +316,8 @@ class Capture:
     def _detach_if_idle(self) -> None:
         """After an exception nothing may stay behind, unless others still need the hooks."""
         with self._lock:
-            if not self._active and not self._reruns:
+            is_idle = all(one.site is not self.site for one in list(RUNNING.values()))
+            if is_idle and not self._reruns:
                 self._hooks.detach()
 
     # -- the compiled path -------------------------------------------------------------------------

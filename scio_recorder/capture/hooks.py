@@ -63,6 +63,18 @@ TRACED: dict[str, CompiledPass] = {}
 _SITES = itertools.count()
 
 
+class RunningPass(NamedTuple):
+    """A pass that has begun and not ended, with the hooks and the thread that it belongs to."""
+
+    site: Site
+    thread: int
+    current: Pass
+
+
+# By the ``id`` of the pass.
+RUNNING: dict[int, RunningPass] = {}
+
+
 class Site:
     """The state that the hooks of one program share."""
 
@@ -124,11 +136,21 @@ class ModuleHook(Uncopied):
         site, local = self.site, self.local
         if local.is_idle:
             return None
-        if site.reruns and private.backward_pass() != -1:
-            return site.reruns.again(self.index, output)
-        if local.outside is not None and private.backward_pass() == -1:
+        if private.backward_pass() != -1:
+            return site.reruns.again(self.index, output) if site.reruns else None
+        if local.outside is not None:
             local.outside.add(self.index)
+        if RUNNING:
+            self._tell_passes_of_other_threads()
         return None
+
+    def _tell_passes_of_other_threads(self) -> None:
+        """Note a call in a thread without a pass, which the network of a pass may have started."""
+        running, thread = list(RUNNING.values()), threading.get_ident()
+        if all(one.thread != thread for one in running):
+            for one in running:
+                if one.site is self.site:
+                    one.current.called_elsewhere.add(self.index)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Take the inputs of the module's forward; return those that it receives instead.

@@ -25,7 +25,7 @@ from scio_recorder.capture.keeping import (
 )
 from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError, UnsupportedNetError
-from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.layer import DepthIdx, Layer, few
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
 from scio_recorder.nets.refusals import cast_for
 from scio_recorder.nets.state.moment import LiveMoment
@@ -108,6 +108,8 @@ class Pass:
         # Whether every event so far took the fast path, which logs bare tensors.
         self.is_bare = True
         self._counts: dict[int, int] = {}
+        # The modules that other threads have called meanwhile, outside of any pass.
+        self.called_elsewhere: set[int] = set()
         self._positions: Sequence[int] = ()
 
     def receive(self, index: int, args: Any, output: Any) -> Any:
@@ -231,6 +233,8 @@ class Pass:
         """
         program, log = self.program, self.log
         modules, is_as_labelled = log[::3], True
+        if self.called_elsewhere and not program.counts_calls:
+            raise FlowError(f"the records of this pass lack calls.{self._explain_threads()}")
         self._positions = range(len(modules))
         if modules != program.expected:
             if program.counts_calls:
@@ -295,7 +299,19 @@ class Pass:
                 "was skipped by the network, replaced by a fused kernel, compiled, or lost its "
                 "hook to other code. Label the net as it is used (mode=, input_data=), record "
                 'other layers, or take any number of calls: record(..., calls="any")'
+                + self._explain_threads()
             )
+
+    def _explain_threads(self) -> str:
+        """Return a sentence for an error, if other threads may be the cause."""
+        if not self.called_elsewhere:
+            return ""
+        layers = few(self.program.layers_of(self.called_elsewhere), 4)
+        return (
+            f"\nMeanwhile another thread called {layers}. A pass has the calls of its own thread: "
+            "record a module around those that the network runs in worker threads, or let it run "
+            "them without"
+        )
 
     def _records(
         self, events: list[tuple[int, Any, int]], hold: Hold, what: str = "activation"
