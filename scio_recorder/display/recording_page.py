@@ -98,12 +98,10 @@ def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
 def _columns(layers: Sequence[LayerSummary]) -> list[Column]:
     values, units = [one.values for one in layers], [one.units for one in layers]
     zeros = [one.zeros for one in values]
-    # The spread of a single value is rightly nan.
-    known = {place for place, one in enumerate(values) if _is_finite(one.mean)}
-    std = _figures("Std", values)
     return [
         _figures("Mean", values),
-        std._replace(alarms=set(std.alarms) - known),
+        # The spread of a single value is rightly nan.
+        _figures("Std", values)._replace(alarms=()),
         _figures("Min", values, "low"),
         _figures("Max", values, "high"),
         Column("Zeros", ["" if one is None else f"{one:.1%}" for one in zeros], zeros),
@@ -119,12 +117,8 @@ def _columns(layers: Sequence[LayerSummary]) -> list[Column]:
 def _figures(name: str, values: Sequence[ValueStatistics], key: str = "") -> Column:
     """Return a column of numbers that should be finite."""
     numbers = [getattr(one, key or name.lower()) for one in values]
-    odd = {place for place, one in enumerate(numbers) if not _is_finite(one)}
+    odd = {place for place, one in enumerate(numbers) if one and not math.isfinite(one)}
     return Column(name, list(map(page.number_text, numbers)), numbers, odd)
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is None or math.isfinite(value)
 
 
 def _counts(name: str, of: Sequence[object], key: str = "") -> Column:
