@@ -52,7 +52,7 @@ def small_recording() -> Recording:
 
     def spoil(activation: Tensor, batch: Tensor) -> Tensor:
         spoilt = activation.clone()
-        spoilt[0, 0], spoilt[1, 1] = float("nan"), float("-inf")
+        spoilt[0, 0], spoilt[1, 1:3] = float("nan"), float("-inf")
         return spoilt
 
     batches = [torch.randn(5, 3, 4, 4), torch.randn(3, 3, 4, 4)]

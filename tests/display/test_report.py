@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from rich.console import Console
@@ -300,10 +301,27 @@ def test_each_row_shows_its_own_layer(tmp_path: Path) -> None:
     rows = table_of(recording.report(tmp_path / "page.html").read_text(encoding="utf-8"))
     frame = recording.to_frame()
     assert [row["Layer"] for row in rows] == list(frame.index)
+    numbers = {name: name.lower() for name in ("NaN", "Inf", "Units", "Dead", "Saturated")}
+    figures = {name: name.lower() for name in ("Mean", "Std", "Min", "Max")}
     for row, (_, wanted) in zip(rows, frame.iterrows(), strict=True):
-        assert (row["NaN"], row["Inf"]) == (str(wanted["nan"]), str(wanted["inf"]))
-        assert row["Mean"] == f"{wanted['mean']:.4g}"
-        assert row["Dead"].startswith("0" if wanted["dead"] == 0 else str(wanted["dead"]))
+        for column, key in numbers.items():
+            assert row[column] == ("" if pd.isna(wanted[key]) else f"{wanted[key]:,}")
+        for column, key in figures.items():
+            assert row[column] == f"{wanted[key]:.4g}"
+        assert row["Zeros"] == f"{wanted['zeros']:.1%}"
+        assert row["Kept"].startswith(f"{wanted['dtype']} {wanted['shape']}, ")
+    assert frame["nan"].tolist() != frame["inf"].tolist()
+
+
+def test_columns_without_any_text_are_left_out(tmp_path: Path) -> None:
+    known = {"Layer", "Name", "Type", "Kept"}
+    samples = torch.randn(6, 3)
+    (row,) = table_of(text(of(samples, reduce=reductions.Covariance()), tmp_path))
+    assert set(row) == known
+    (row,) = table_of(text(of(samples, reduce=reductions.Min()), tmp_path))
+    assert set(row) == known | {"Min"}
+    # No bounds are known of an Identity.
+    assert "Saturated" not in table_of(text(of(samples), tmp_path))[0]
 
 
 def test_values_outside_the_histogram_are_told(tmp_path: Path) -> None:
