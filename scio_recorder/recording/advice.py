@@ -91,7 +91,31 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
     return True
 
 
-def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> tuple[int] | None:
+def labelled_number(
+    net: nn.Module, labelled: Any, inputs: Inputs, number: int
+) -> tuple[int] | None:
+    """Return the number of samples at labelling; None if it is not known.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net.
+    labelled : any
+        Shapes of what the net was given at labelling, as `Layer.input_shape` has them.
+    inputs : Inputs
+        What it is given for a batch.
+    number : int
+        The number of samples in that batch, which the first dimension of some input counts.
+    """
+    source = Source(net, None, inputs.named(net), 0, "", labelled)
+    for name, value in source.tensors.items():
+        before = source.labelled_shape(name)
+        if before and len(before) == value.ndim and len(value) == number:
+            return (before[0],)
+    return None
+
+
+def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> None:
     """Refuse a first batch that is a single sample, whose features would count as samples.
 
     A sample lacks the first dimension of what the net was labelled with. Many nets run on both, and
@@ -106,11 +130,6 @@ def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> tuple[int] |
     inputs : Inputs
         What it is given for the first batch.
 
-    Returns
-    -------
-    (int,) or None
-        The number of samples at labelling, if known.
-
     Raises
     ------
     CollectError
@@ -120,11 +139,10 @@ def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> tuple[int] |
     source = Source(net, None, inputs.named(net), 0, "", labelled)
     name = next((name for name, value in source.tensors.items() if value is given), None)
     before = None if name is None else source.labelled_shape(name)
-    if before is None or len(before) != given.ndim + 1:
-        return (before[0],) if before is not None and len(before) == given.ndim else None
-    if len(given) == 1 != before[1]:
-        # It counts as one sample, and is one in any case.
-        return None
+    is_like_a_sample = before is not None and len(before) == given.ndim + 1
+    # A length of 1 counts as one sample, and is one in any case.
+    if before is None or not is_like_a_sample or len(given) == 1 != before[1]:
+        return
     text = (
         f"batch 0 has shape {tuple(given.shape)}, but the net was labelled with {before}: if it is "
         f"one sample, give batches, as DataLoader(samples, batch_size=32) or torch.stack(samples) "
@@ -134,7 +152,6 @@ def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> tuple[int] |
     if len(given) == before[1]:
         raise CollectError(text)
     warn(text, CollectWarning)
-    return None
 
 
 def _signature(net: nn.Module) -> inspect.Signature:

@@ -22,6 +22,7 @@ from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording.advice import (
     advise_evaluation,
     advise_second_element,
+    labelled_number,
     raise_for_batch,
     refuse_sample,
 )
@@ -153,10 +154,13 @@ class Collection:
         number = skip = 0
         # Given ids need no running index, and continued samples have theirs.
         if (self._is_taken or feed.is_numbering) and (rows is None or rows.num_samples):
-            if rows is None and feed.number == 0 and self.asked.sample_ids is None:
-                shape = self.layers.architecture[0, 1].input_shape
-                self._labelled = refuse_sample(self.capture.net, shape, inputs)
+            is_first = rows is None and feed.number == 0
+            net, shape = self.capture.net, self.layers.architecture[0, 1].input_shape
+            if is_first and self.asked.sample_ids is None:
+                refuse_sample(net, shape, inputs)
             ids, number = feed.ids(batch, inputs, None if rows is None else rows.num_samples)
+            if is_first:
+                self._labelled = labelled_number(net, shape, inputs, number)
             if self._is_taken:
                 skip = durable.num_to_skip(ids, by_batches=self.layers.with_inputs)
         rows = rows or BatchRows.of_samples(number, self._labelled)

@@ -198,6 +198,50 @@ def test_dimension_0_that_counts_something_else_at_labelling_is_refused(reduce):
     torch.testing.assert_close(kept, expected if reduce is None else expected.mean(0))
 
 
+class Structures(nn.Module):
+    """Gives layers whose dimension 0 is directions, heads times batch, positions or graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, bidirectional=True, batch_first=True)
+        self.state, self.maps, self.lines = nn.Identity(), nn.Identity(), nn.Identity()
+        self.pooled = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, (state, _) = self.lstm(x)
+        self.state(state)
+        heads = out.unflatten(2, (2, 4)).transpose(1, 2).flatten(0, 1)
+        self.maps(heads @ heads.mT)
+        self.lines(out.flatten(0, 1))
+        self.pooled(out.mean((0, 1), keepdim=True).expand(4, 1, -1))
+        return out
+
+
+@pytest.mark.parametrize("how", ["a list", "ids", "keywords", "inputs", "passes", "reduced"])
+def test_dimension_0_that_fits_by_chance_is_refused_however_it_comes(how):
+    rnet = Recorder(Structures().eval(), input_size=(1, 2, 3))
+    # Two directions, and two heads of one sample; two positions of one; four of anything.
+    for name, size in (("state", 2), ("maps", 4), ("lines", 4), ("pooled", 4)):
+        rnet.record(name, inputs=how == "inputs")
+        batch = torch.randn(size, {"maps": 2, "lines": 1}.get(name, 2), 3)
+        options = {}
+        if how == "ids":
+            options = {"sample_ids": lambda batch: [f"s{number}" for number in range(len(batch))]}
+        if how == "reduced":
+            options = {"reduce": Mean(), "store": None}
+        given = [{"x": batch}] if how == "keywords" else [batch]
+
+        def run(given: list[object] = given, options: dict[str, object] = options) -> None:
+            if how == "passes":
+                with rnet.collecting():
+                    rnet.net(*given)
+            else:
+                rnet.collect(given, **options)
+
+        with pytest.raises(CollectError, match=rf"{name}\b(.|\n)*transform="):
+            run()
+
+
 def test_dimension_0_counts_samples_by_chance_at_first():
     # Labelled with as many samples as the table has rows, so nothing is known.
     rnet = Recorder(Positions(), input_size=(3, 6))
