@@ -292,7 +292,8 @@ class Collecting:
         CollectWarning
             The net is in training mode and has layers that behave differently there. Or only the
             first element of batches goes into a net that would accept the second one too. Or the
-            first batch has one dimension less than the input at labelling, as a sample would.
+            first batch has one dimension less than the input at labelling, as a sample would. Or a
+            batch is padded on the left and lacks the ``position_ids`` that the net takes.
 
         Examples
         --------

@@ -23,6 +23,7 @@ _LABELS = {"label", "labels", "target", "targets", "y"}
 # types.
 _DROPPING = re.compile("Dropout|DropPath|StochasticDepth")
 _SHOWN = 3
+_POSITIONS = "position_ids"
 
 
 def advise_evaluation(net: nn.Module) -> None:
@@ -86,6 +87,35 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
         f"tensor of shape {tuple(second.shape)}: write to_inputs=lambda batch: tuple(batch[:2]) "
         "to give it both, or to_inputs=lambda batch: batch[0] if the first is all that it should "
         "get",
+        CollectWarning,
+    )
+    return True
+
+
+def takes_positions(net: nn.Module) -> bool:
+    """Whether a net's forward takes ``position_ids``, without which it may count padding."""
+    return _POSITIONS in _signature(net).parameters
+
+
+def advise_positions(named: Mapping[str, Any]) -> bool:
+    """Warn of padding on the left that a net counts as positions; return whether there is some.
+
+    Parameters
+    ----------
+    named : mapping
+        The inputs, by name, of a net for which `takes_positions` holds.
+    """
+    mask = named.get("attention_mask")
+    if named.get(_POSITIONS) is not None or not isinstance(mask, Tensor) or mask.ndim != 2:
+        return False
+    # Padding, and behind it something else.
+    if not bool(((mask[:, :1] == 0) & (mask != 0)).any()):
+        return False
+    warn(
+        "a batch is padded on the left and has no position_ids, so the net counts positions from "
+        "the padding on, unless it makes them from the mask itself, and its activations may not "
+        "be those of the texts without padding: pad on the right, or give it position_ids, as in "
+        "(attention_mask.cumsum(-1) - 1).clamp(min=0)",
         CollectWarning,
     )
     return True

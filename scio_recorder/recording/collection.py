@@ -21,10 +21,12 @@ from scio_recorder.nets.sharded import InStep
 from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording.advice import (
     advise_evaluation,
+    advise_positions,
     advise_second_element,
     labelled_number,
     raise_for_batch,
     refuse_sample,
+    takes_positions,
 )
 from scio_recorder.recording.continuing import Continuing
 from scio_recorder.recording.feed import Feed
@@ -356,6 +358,7 @@ def _run_batches(
     net, feed = collection.capture.net, collection.feed
     is_ours = feed.asked.to_inputs is None
     is_empty, is_advised = True, not is_ours
+    may_count_padding = takes_positions(net)
     with progress as advance:
         for batch, is_taken in feed:
             is_empty = False
@@ -364,6 +367,8 @@ def _run_batches(
                 continue
             is_advised = is_advised or advise_second_element(net, batch)
             inputs = feed.inputs(batch)
+            if may_count_padding:
+                may_count_padding = not advise_positions(inputs.named(net))
             is_new = collection.begin(batch, inputs, is_taken=is_taken)
             if is_taken and not is_left_out(not is_new):
                 try:
