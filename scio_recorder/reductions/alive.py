@@ -77,7 +77,6 @@ class Alive(RowReduction):
 
     _state_names = ("_rows", "_active", "_at_bound", "_low", "_high")
     _state_kinds = ("whole", "counts units", "counts units", "floats units", "floats units")
-    _may_be_empty = True
     _rows: int
     _active: Tensor
     _at_bound: Tensor
@@ -97,8 +96,6 @@ class Alive(RowReduction):
         values = samples.flatten(1) if dim is None else samples.movedim(dim, 1)
         values = values.unsqueeze(-1).flatten(2)  # [batch, units, positions]
         rows = len(values) * values.shape[2]
-        if not rows:
-            return
         # After reducing the first dimension little is left; reducing both at once is slow if there
         # are few positions. Booleans have a smallest value, but no absolute values.
         low = values.amin(0).amin(-1).to(self._dtype)
@@ -120,8 +117,7 @@ class Alive(RowReduction):
         self._low, self._high = torch.minimum(self._low, low), torch.maximum(self._high, high)
 
     def _join(self, other: Alive) -> None:
-        if other._rows is not None:
-            self._take(other._rows, other._active, other._at_bound, other._low, other._high)
+        self._take(other._rows, other._active, other._at_bound, other._low, other._high)
 
     def _result(self) -> AliveResult:
         return AliveResult(

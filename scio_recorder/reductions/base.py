@@ -294,9 +294,9 @@ def is_of_kind(value: Any, kind: str, sizes: dict[str, int]) -> bool:
     value : any
         The part.
     kind : str
-        "whole" for an int from 0 on, "finite" for a float, "label", "list" and the kind of its
-        items, "anything", or the dtypes and sizes of a tensor, such as "double units 2". A word
-        stands for the same size everywhere, "_" for any size, and "..." for several of them.
+        "whole" for an int from 0 on, "finite" for a float, "label", "anything", "list" with its
+        size and the kind of its items, or the dtypes and sizes of a tensor, such as "double units
+        2". A word stands for the same size everywhere, "_" for any, and "..." for several of them.
     sizes : dict
         The sizes that words stand for, as far as known.
 
@@ -307,8 +307,9 @@ def is_of_kind(value: Any, kind: str, sizes: dict[str, int]) -> bool:
     """
     what, *words = kind.split()
     if what == "list":
-        items = value if isinstance(value, list) else []
-        return bool(items) and all(is_of_kind(one, " ".join(words), sizes) for one in items)
+        size, inner = words[0], " ".join(words[1:])
+        is_list = isinstance(value, list) and _is_size(len(value), size, sizes)
+        return is_list and all(is_of_kind(one, inner, sizes) for one in value)
     if what == "anything":
         return True
     if what == "label":
@@ -345,8 +346,6 @@ class SampleReduction(Reduction):
     # For `is_of_kind`: "sample" is the shape of a sample, "units" its features or positions. A part
     # of a kind with a "?" may be missing.
     _state_kinds: tuple[str, ...]
-    # Whether samples without positions leave no state.
-    _may_be_empty: ClassVar[bool] = False
     _takes_complex: ClassVar[bool] = False
     # Whether samples of any shape may follow each other, since they are not combined.
     _takes_any_shape: ClassVar[bool] = False
@@ -381,6 +380,10 @@ class SampleReduction(Reduction):
     def _add_waiting(self) -> None:
         """Add buffered data to the state; called before the state is read."""
 
+    def _is_empty(self, samples: Tensor) -> bool:
+        """Whether there is nothing to add."""
+        return len(samples) == 0
+
     def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
         """Return the part of the shape that must be the same in every batch."""
         return () if self._takes_any_shape else tuple(samples.shape[1:])
@@ -403,7 +406,7 @@ class SampleReduction(Reduction):
         with undisturbed(activation.device.type):
             samples = with_float64(gathered(activation)).detach()
             labels = None if self._by is None else labels_of(self._by, batch, len(samples), to_rows)
-            if len(samples) == 0:
+            if self._is_empty(samples):
                 return
             self._accept(samples)
             if labels is None:
@@ -446,10 +449,6 @@ class SampleReduction(Reduction):
             )
         with self._undisturbed():
             self._add_waiting()
-            if self._is_empty:
-                raise CollectError(
-                    f"{self!r} has seen only samples without positions, so it has no values."
-                )
             return self._result() if self._by is None else self._labelled_result()
 
     def reset(self) -> None:
@@ -541,8 +540,9 @@ class SampleReduction(Reduction):
     def _load(self, state: dict[str, Any]) -> None:
         self.reset()
         self._count = state["count"]
-        self._shape = tuple(state["shape"]) if "shape" in state else None
-        self._dtype = DTYPES.get(state.get("dtype", ""))  # type: ignore[assignment]  # as in reset
+        if not self._count:
+            return
+        self._shape, self._dtype = tuple(state["shape"]), DTYPES[state["dtype"]]
         names = [name for name in self._state_names if name.removeprefix("_") in state]
         self._set_state({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
         for member in state.get("classes", []):
@@ -552,30 +552,26 @@ class SampleReduction(Reduction):
 
     def _odd_part(self) -> str | None:
         """Name a part of the state that no data give; None if there is none."""
-        dtype, shape, members = self._dtype, self._shape or (), self._members.values()
+        shape, members = self._shape or (), self._members.values()
         if not all(is_of_kind(size, "whole", {}) for size in (self._count, *shape)):
             return "count or shape"
-        is_known = self._shape is not None and dtype is not None and dtype == working_dtype(dtype)
-        if self._count and not (is_known and dtype.is_complex <= self._takes_complex):
-            return "shape or dtype"
+        if not self._count:
+            return None
+        if (
+            self._dtype != working_dtype(self._dtype)
+            or self._dtype.is_complex > self._takes_complex
+        ):
+            return "dtype"
         if members and (self._by is None or sum(one._count for one in members) != self._count):
             return "classes"
         sizes = {"count": self._count, "units": math.prod(shape)}
-        may_be_none = not self._count or members or self._is_empty
         for (name, value), kind in zip(self._state().items(), self._state_kinds, strict=True):
-            kind, is_optional = kind.removesuffix("?"), kind.endswith("?")
-            kind = kind.replace("sample", " ".join(map(str, shape)))
-            if not (
-                may_be_none or is_optional if value is None else is_of_kind(value, kind, sizes)
-            ):
+            if value is None and (members or kind.endswith("?")):
+                continue
+            kind = kind.removesuffix("?").replace("sample", " ".join(map(str, shape)))
+            if not is_of_kind(value, kind, sizes):
                 return name.removeprefix("_")
-        return None if self._is_consistent() else "state"
-
-    @property
-    def _is_empty(self) -> bool:
-        """Whether samples without positions left no state."""
-        parts = self._state().values()
-        return self._may_be_empty and not self._members and all(part is None for part in parts)
+        return None if members or self._is_consistent() else "state"
 
     def _is_consistent(self) -> bool:
         """Whether the parts of a state, each of its kind, can be together."""
@@ -708,6 +704,11 @@ class RowReduction(SampleReduction):
                 f"{len(shape) - 1}, or feature_dim=None to flatten all of them."
             )
         return (shape[dim],)
+
+    def _is_empty(self, samples: Tensor) -> bool:
+        # Samples may have no positions.
+        is_flat = self._feature_dim is None or 0 in self._sample_shape(samples)
+        return len(samples) == 0 or not (is_flat or samples.numel())
 
     def _rows_of(self, samples: Tensor) -> Tensor:
         """Return samples as [rows, features], with a copy only if necessary."""

@@ -152,7 +152,7 @@ class Covariance(RowReduction):
     """
 
     _state_names = ("_labels", "_counts", "_means", "_scatter")
-    _state_kinds = ("list label", "counts _", "double _ units", "double units units")
+    _state_kinds = ("list C label", "counts C", "double C units", "double units units")
     _labels: list[Label]
     _counts: Tensor  # [classes]
     _means: Tensor  # [classes, D]
@@ -221,11 +221,8 @@ class Covariance(RowReduction):
         self._advance(codes, other._counts, other._means)
 
     def _is_consistent(self) -> bool:
-        if self._labels is None:
-            return True
         has_labels = self._by is not None or self._labels == [""]
-        sizes = {len(self._labels), len(set(self._labels)), len(self._counts), len(self._means)}
-        return has_labels and len(sizes) == 1
+        return has_labels and len(set(self._labels)) == len(self._labels)
 
     def _result(self) -> CovarianceResult:
         counts, means, matrix = self._labelled_result()

@@ -134,7 +134,7 @@ class Histogram(SampleReduction):
     def _accept(self, samples: Tensor) -> None:
         super()._accept(samples)
         self._refuse_nan(samples, "fall into no bin")
-        if self._low is None:
+        if None in (self._low, self._high):
             self._low, self._high = self._range or _finite_range(samples)
 
     def _member(self, label: Label) -> Histogram:
@@ -167,10 +167,6 @@ class Histogram(SampleReduction):
 
     def _join(self, other: Histogram) -> None:
         self._tally = self._tally + other._tally
-
-    def _is_consistent(self) -> bool:
-        ends = [end for end in (self._low, self._high) if end is not None]
-        return len(ends) != 1 and ends == sorted(ends)
 
     def _bins_of_range(self) -> Bins:
         return Bins(self._low, self._high, self._bins)

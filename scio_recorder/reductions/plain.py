@@ -322,7 +322,7 @@ class Digest(SampleReduction):
     """
 
     _state_names = ("_digests",)
-    _state_kinds = ("list int64 count",)
+    _state_kinds = ("list 1 int64 count",)
     _takes_complex = True
     _takes_any_shape = True
     _digests: list[Tensor]  # in host memory, wherever the samples are

@@ -56,8 +56,7 @@ class Quantiles(RowReduction):
     """
 
     _state_names = ("_ends", "_summaries", "_odd", "_waiting")
-    _state_kinds = ("floats units 2?", "list floats units _?", "whole?", "floats _ units?")
-    _may_be_empty = True
+    _state_kinds = ("floats units 2?", "list _ floats units _?", "whole?", "floats _ units?")
     _ends: Tensor  # [features, 2], smallest and largest value of the blocks that were thinned
     # Each [features, s] and sorted, or [features, 0]. One at level i has 2 ** i times the weight of
     # one at level 0.
@@ -143,8 +142,8 @@ class Quantiles(RowReduction):
             self._add_again(other._waiting)
 
     def _is_consistent(self) -> bool:
-        has_waiting = self._waiting is None or len(self._waiting) > 0
-        return self._ends is not None or (self._summaries is None and has_waiting)
+        is_short = self._summaries is None and self._waiting is not None and len(self._waiting) > 0
+        return self._ends is not None or is_short
 
     def _result(self) -> Tensor:
         parts, weights = list(self._summaries or []), []

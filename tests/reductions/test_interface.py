@@ -318,6 +318,17 @@ def test_impossible_feature_dim(make: Make, dim: int) -> None:
 
 
 @pytest.mark.parametrize("make", [Alive, Covariance, lambda dim: Quantiles([0.5], dim)])
+def test_samples_without_positions_are_none(make: Make) -> None:
+    reduction, other = make(1), make(1)
+    reduction.update(torch.ones(3, 3, 0))
+    with pytest.raises(CollectError, match="no samples yet"):
+        reduction.compute()
+    for each in (reduction, other):
+        each.update(DATA)
+    assert_same(reduction.compute(), other.compute())
+
+
+@pytest.mark.parametrize("make", [Alive, Covariance, lambda dim: Quantiles([0.5], dim)])
 def test_another_number_of_features(make: Make) -> None:
     reduction = make(1)
     reduction.update(DATA)
