@@ -16,6 +16,7 @@ from rich.filesize import decimal
 from scio_recorder.display.outline import Listing, full_name
 from scio_recorder.errors import CollectWarning
 from scio_recorder.recorder.recorder import Recorder
+from scio_recorder.recording.made_with import in_words
 
 FAILED = 1
 # The status with which diff and cmp report a difference.
@@ -115,7 +116,10 @@ def layer_table(recording: Any, title: str) -> Listing:
         shape = str(list(row["shape"])) if "shape" in row else "reduced"
         texts = [row["label"], name, row["type"], shape, row.get("dtype", "")]
         lines.append([*texts, *(_figure(one, row.get(one)) for one in figures)])
-    return Listing(title, ("label", "name", "type", "shape", "dtype"), figures, lines)
+    made = in_words(recording.made_with)
+    notes = [f"Made with {made}."] * bool(made)
+    names = ("label", "name", "type", "shape", "dtype")
+    return Listing(title, names, figures, lines, notes=notes)
 
 
 def print_line(console: Console, text: str) -> None:

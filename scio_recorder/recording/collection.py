@@ -31,6 +31,7 @@ from scio_recorder.recording.advice import (
 from scio_recorder.recording.continuing import Continuing
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.intake import CurrentBatch, Intakes
+from scio_recorder.recording.made_with import made_with
 from scio_recorder.recording.options import CollectOptions, LayerOptions
 from scio_recorder.recording.recording import Recording
 from scio_recorder.recording.resuming import Durable, check_ids_of_all
@@ -94,6 +95,7 @@ class Collection:
         # The net's present digest: passes in training mode change its buffers.
         settings = self._settings = self.layers.settings(self.capture.net)
         settings |= self.feed.place_settings(is_shared=is_shared)
+        settings["made_with"] = made_with(self.capture.net)
         # Not self, which holds the writer: in a cycle, both would wait for the garbage collector.
         net, weights = self.capture.net, self.weights
         return Job(

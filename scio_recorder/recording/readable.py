@@ -159,8 +159,22 @@ class Readable(LayerMapping[Any]):
         )
         self.relative_errors = LayerMapping(architecture, relative_errors, "relative error")
         self.settings = dict(settings or {})
+        known = self.settings.get("made_with", {})
+        self._made_with = known if held.made_with is None else held.made_with
         self._reductions = dict(reductions)
         self._results: dict[DepthIdx, Any] = {}
+
+    @property
+    def made_with(self) -> Mapping[str, Any]:
+        """The versions, the net and the time with which the recording was begun.
+
+        ``scio_recorder``, ``torch``, ``python``, ``numpy`` and the package that the net's class
+        comes from give their versions. ``net`` is that class, ``dtypes`` and ``devices`` are those
+        of its parameters, ``attention`` is the implementation that a net of transformers has
+        chosen, ``training`` its flag, and ``time`` is in UTC. The mapping is empty for recordings
+        of earlier versions.
+        """
+        return MappingProxyType(self._made_with)
 
     @property
     def num_samples(self) -> int:

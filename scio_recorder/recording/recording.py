@@ -345,6 +345,7 @@ def _settings(recording: Recording) -> dict[str, Any]:
             text_of(label): recipes_of(given) for label, given in recording.reductions.items()
         },
         "inputs": bool(recording.calls.labels),
+        "made_with": dict(recording.made_with),
     }
 
 

@@ -16,6 +16,7 @@ from scio_recorder.display.page import check_page, write_page
 from scio_recorder.display.recording_page import recording_page
 from scio_recorder.errors import ArgumentError, needing
 from scio_recorder.layer import DepthIdx
+from scio_recorder.recording.made_with import in_words
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.statistics import summarise
 from scio_recorder.tensors.arguments import whole
@@ -233,6 +234,8 @@ def _facts(recording: Readable) -> list[tuple[str, str]]:
         "Layers with values": f"{len(stored):,}, {size}" if stored else "none",
         "Fingerprint of the net": recording.architecture.fingerprint[:12],
     }
+    if recording.made_with:
+        facts["Made with"] = in_words(recording.made_with)
     return list(facts.items())
 
 

@@ -13,7 +13,7 @@ from scio_recorder.layer import DepthIdx, Layer, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.disk_format.description import row_column
 from scio_recorder.stores.disk_format.reader import JoinedReader, RowReader, RunReader
-from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, memory
+from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, expect, memory
 from scio_recorder.stores.kept_inputs import Calls
 from scio_recorder.stores.store import Held
 from scio_recorder.tensors import private
@@ -194,6 +194,8 @@ def held_by(reader: RunReader, architecture: Architecture) -> Held:
         reader.path,
         rows,
         None if whole.rows is None else whole.num_rows,
+        # Recordings of earlier versions don't know it.
+        expect(reader.header.get("made_with", {}), dict),
     )
 
 

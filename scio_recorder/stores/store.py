@@ -75,6 +75,8 @@ class Held:
         name.
     num_rows : int, optional
         The number of rows, if they are not samples.
+    made_with : mapping, optional
+        The versions with which a recording that was found was begun, and what the net was then.
     """
 
     values: Mapping[DepthIdx, Tensor]
@@ -84,6 +86,7 @@ class Held:
     path: str | None = None
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     num_rows: int | None = None
+    made_with: Mapping[str, Any] | None = None
 
 
 class StoreWriter(abc.ABC):

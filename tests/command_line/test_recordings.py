@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -114,7 +115,10 @@ def test_a_table_fits_120_columns_and_cuts_no_figure(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(cell_len, lines)) <= 120
     frame = recording.to_frame()
-    for label, line in zip(frame.index, lines[2:], strict=True):
+    note = " ".join(lines[2 + len(frame) :])
+    assert note.startswith("Made with scio_recorder ")
+    assert f"torch {torch.__version__}, python {platform.python_version()}, numpy" in note
+    for label, line in zip(frame.index, lines[2 : 2 + len(frame)], strict=True):
         cells = line.split()
         assert cells[0] == label
         assert cells[1].rstrip("…")

@@ -90,7 +90,10 @@ def test_a_url_is_a_store(store, place, rnet, tmp_path):
     with pytest.raises(RecordingError, match="already holds a recording"):
         rnet.collect(DATA, store=f"s3://{place}", progress=False)
     recording.save(f"s3://{place}-saved")
-    assert_same(open_recording(f"s3://{place}-saved"), expected(rnet, DATA))
+    saved = open_recording(f"s3://{place}-saved")
+    assert_same(saved, expected(rnet, DATA))
+    assert saved.made_with == recording.made_with
+    assert recording.made_with["torch"] == torch.__version__
 
 
 @pytest.mark.campaign

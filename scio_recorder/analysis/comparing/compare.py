@@ -140,7 +140,7 @@ def compare(
             _load(one, two, block)
             comparison.add(block, one, two)
             advance(len(block.ids), 0)
-    return comparison.result(one.architecture, unmatched)
+    return comparison.result(one.architecture, unmatched, (one.made_with, two.made_with))
 
 
 def _feeds(

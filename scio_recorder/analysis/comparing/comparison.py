@@ -10,7 +10,7 @@ is the innermost and earliest. A layer that passes a difference on has received 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -162,8 +162,13 @@ class Comparison:
                 self._add(layer, block, own, other)
         self._known.clear()
 
-    def result(self, architecture: Architecture, unmatched: Unmatched) -> Difference:
-        """Return the findings; the architecture is the reference's."""
+    def result(
+        self,
+        architecture: Architecture,
+        unmatched: Unmatched,
+        made_with: tuple[Mapping[str, Any], Mapping[str, Any]],
+    ) -> Difference:
+        """Return the findings, given the architecture of the reference, and what made both."""
         makers = (layer.maker for layer in self._layers)
         others = (layer.first for layer in self._layers)
         return Difference(
@@ -174,6 +179,7 @@ class Comparison:
             rtol=self._tolerance.rtol,
             atol=self._tolerance.atol,
             unmatched=unmatched,
+            made_with=made_with,
         )
 
     def _add(self, layer: _ComparedLayer, block: SampleBlock, own: Side, other: Side) -> None:

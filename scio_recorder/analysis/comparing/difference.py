@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from scio_recorder.errors import ComparisonError, needing
 from scio_recorder.layer import DepthIdx, Layer, counted, few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
+from scio_recorder.recording.made_with import in_words
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,6 +82,8 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         The absolute tolerance.
     unmatched : Unmatched
         Names of layers of each side that were not compared.
+    made_with : (mapping, mapping)
+        The versions and nets of both sides, as in ``Recording.made_with``.
 
     Examples
     --------
@@ -107,6 +110,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         rtol: float = 0.0,
         atol: float = 0.0,
         unmatched: Unmatched,
+        made_with: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
     ) -> None:
         super().__init__(architecture, layers, "comparison")
         self.first = first
@@ -114,6 +118,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         self.rtol = rtol
         self.atol = atol
         self.unmatched = unmatched
+        self.made_with = made_with
 
     @property
     def sentence(self) -> str:
@@ -152,6 +157,10 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             if names:
                 shown = few([name or "(root)" for name in names], _FEW)
                 said.append(f"Without a partner: {len(names):,} of the {side}, {shown}")
+        own, other = self.made_with
+        others = in_words(own, other), in_words(other, own)
+        if own and other and any(others):
+            said.append(f"Made with {others[0]} (reference) and {others[1]} (candidate).")
         errors = [(self.architecture[key], one.error) for key, one in self.items() if one.error]
         said += [f"{_layer_text(layer)}: {error}" for layer, error in errors[:_FEW]]
         if len(errors) > _FEW:
@@ -381,6 +390,8 @@ def _page(found: Difference, title: str | None) -> str:
         ("Layers compared", f"{len(found):,} of {len(rows):,}"),
         ("Layers that differ", f"{sum(one.differs for one in found.values()):,}"),
         ("Fingerprint of the reference", found.architecture.fingerprint[:12]),
+        ("Reference made with", in_words(found.made_with[0])),
+        ("Candidate made with", in_words(found.made_with[1])),
     ]
     compared = [found.architecture[label] for label in found]
     sections = {

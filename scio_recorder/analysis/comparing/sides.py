@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -24,6 +24,7 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.recording import Recording
 from scio_recorder.recording.advice import raise_for_batch
 from scio_recorder.recording.feed import Feed
+from scio_recorder.recording.made_with import made_with
 from scio_recorder.recording.rows import BatchRows
 from scio_recorder.reductions import Digest
 from scio_recorder.reductions.base import several
@@ -104,6 +105,7 @@ class NetworkSide:
         self.net = capture.net
         self.feed = feed
         self.architecture = capture.program.architecture
+        self.made_with: Mapping[str, Any] = made_with(capture.net)
         # The layers that its recorder records, and whether that counts calls.
         self.recorded = capture.program.recording
         self.calls = capture.program.options.calls
@@ -207,6 +209,7 @@ class RecordingSide:
     def __init__(self, recording: Recording, what: str) -> None:
         self.recording = recording
         self.architecture = recording.architecture
+        self.made_with = recording.made_with
         self.what = what
         self.knows_inputs = bool(recording.calls.labels)
         self._seen: set[SampleId] = set()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from scio_recorder.errors import RecordingError
+from scio_recorder.errors import CollectWarning, RecordingError, warn
 from scio_recorder.layer import TensorSpec, few
 from scio_recorder.stores.disk_format.bucket import Bucket
 from scio_recorder.stores.disk_format.medium import Medium, accessing, is_url, parsing
@@ -265,6 +265,7 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
             f"{path} was recorded from another network, whose layers differ: give that network, or "
             "choose another folder"
         )
+    made_with, makes_with = (one.pop("made_with", None) for one in (there, here))
     # Digests tell nothing to a reader.
     has_other_weights = there.pop("weights", None) != here.pop("weights", None)
     found = ["the weights are others"] * has_other_weights + differences(there, here)
@@ -278,6 +279,25 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
         raise RecordingError(
             f"{path} was recorded with other settings: {shown}. Give the same network and "
             f"settings, or choose another folder{way}"
+        )
+    if made_with and makes_with:
+        _warn_of_versions(path, made_with, makes_with)
+
+
+def _warn_of_versions(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
+    """Warn if a recording goes on with another torch, or another package of the net."""
+    packages = dict.fromkeys(("torch", str(given.get("net")).partition(".")[0]))
+    names = [name for name in packages if stored.get(name) != given.get(name)]
+    if names:
+        texts = [
+            ", ".join(f"{name} {_short(one.get(name))}" for name in names)
+            for one in (stored, given)
+        ]
+        warn(
+            f"{path} was begun with {texts[0]}, and goes on with {texts[1]}, which may compute "
+            "other numbers: go on with the versions that it was begun with, or choose another "
+            "folder",
+            CollectWarning,
         )
 
 
