@@ -7,27 +7,20 @@ capacity costs nothing, and growing remaps pages instead of copying them: each l
 and never two copies of it, even if the length is unknown. A mapping counts the buffers exported
 from it, so it knows whether anybody still holds a tensor, a view of one, or a NumPy array over its
 memory. Only memory that nobody holds is used again.
-
-The first write to a page costs more than the data. If the number of samples is known, the pages of
-the next rows are requested together, which is cheaper than one by one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scio_recorder.errors import warn
 from scio_recorder.layer import TensorSpec
 
-# Linux's MADV_POPULATE_WRITE, which takes many page faults at once at a part of their cost.
-_POPULATE = 23
-# The most bytes that are prepared at once, since other threads wait meanwhile.
-_PREPARED_BYTES = 1 << 22
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
@@ -69,9 +62,6 @@ class DeviceBuffer:
         """Return the first bytes, in a tensor of only these if that needs no copy."""
         return self._raw[:num_bytes]
 
-    def prepare(self, stop: int) -> None:
-        """Prepare the memory up to a byte for writing, if that saves time."""
-
 
 def _driver() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it without types
@@ -93,8 +83,6 @@ class HostBuffer(DeviceBuffer):
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned = pinned
         self._memory: _Memory | None = None
-        # The number of bytes from the beginning that are prepared for writing.
-        self._ready = 0
 
     @property
     def num_bytes(self) -> int:
@@ -128,17 +116,6 @@ class HostBuffer(DeviceBuffer):
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(memoryview(self._memory), dtype=torch.uint8, count=num_bytes)
 
-    def prepare(self, stop: int) -> None:
-        """Take the page faults up to a byte at once, unless that was done before."""
-        stop = min(stop, self.num_bytes)
-        if self._memory is None or self.pinned or stop <= self._ready or sys.platform != "linux":
-            return
-        first = self._ready - self._ready % mmap.PAGESIZE
-        self._ready = stop
-        # A system that lacks this advice refuses it, and nothing is lost.
-        with contextlib.suppress(OSError, ValueError):
-            self._memory.madvise(_POPULATE, first, stop - first)
-
     def _grow(self, num_bytes: int) -> None:
         old = self._memory
         if old is None:
@@ -150,7 +127,6 @@ class HostBuffer(DeviceBuffer):
         except (OSError, OverflowError, SystemError, ValueError):
             self._memory = _map(num_bytes)
             self._memory[: len(old)] = old[:]
-            self._ready = len(old)
 
     def _register(self, raw: Tensor) -> None:
         assert self._memory is not None
@@ -193,17 +169,20 @@ class Column:
         The memory for them.
     rows : int
         The expected number of rows.
-    is_exact : bool
-        Whether this is a known length rather than a guess.
+    is_exact : bool, optional
+        Does nothing any more.
     """
 
-    __slots__ = ("_buffer", "_is_exact", "_num_ready", "array", "capacity", "row_bytes", "spec")
+    __slots__ = ("_buffer", "array", "capacity", "row_bytes", "spec")
 
-    def __init__(self, spec: TensorSpec, buffer: DeviceBuffer, rows: int, is_exact: bool) -> None:
+    def __init__(
+        self, spec: TensorSpec, buffer: DeviceBuffer, rows: int, is_exact: bool | None = None
+    ) -> None:
+        if is_exact is not None:
+            warn("Column(is_exact=) does nothing any more: leave it out", DeprecationWarning)
         self.spec = spec
         self.row_bytes = spec.nbytes
         self._buffer = buffer
-        self._is_exact = is_exact
         self._reserve(max(rows, 1))
 
     def place(self, start: int, rows: int) -> Tensor:
@@ -221,8 +200,8 @@ class Column:
         torch.Tensor
             The place, [rows, ...].
         """
-        if start + rows > self._num_ready:
-            self._prepare(start + rows)
+        if start + rows > self.capacity:
+            self._reserve(max(start + rows, 2 * self.capacity))
         return self.array[start : start + rows]
 
     def turn_to(self, buffer: DeviceBuffer) -> DeviceBuffer:
@@ -262,17 +241,7 @@ class Column:
     def let_go(self) -> None:
         """Drop all memory until more is requested."""
         self.array = torch.empty(0)
-        self.capacity = self._num_ready = 0
-
-    def _prepare(self, stop: int) -> None:
-        """Have memory for rows up to ``stop``, and for some more."""
-        if stop > self.capacity:
-            self._reserve(max(stop, 2 * self.capacity))
-        self._num_ready = self.capacity
-        if self._is_exact:
-            ahead = stop + _PREPARED_BYTES // max(1, self.row_bytes)
-            self._num_ready = min(self.capacity, ahead)
-            self._buffer.prepare(self._num_ready * self.row_bytes)
+        self.capacity = 0
 
     def _reserve(self, rows: int) -> None:
         num_bytes = rows * self.row_bytes

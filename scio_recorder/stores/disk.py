@@ -231,7 +231,7 @@ class DiskWriter(StoreWriter):
         pinned = first.device.type == "cuda"
         self._resting[key] = HostBuffer(pinned=pinned)
         buffer = HostBuffer(pinned=pinned)
-        column = self.columns[key] = Column(spec, buffer, first.shape[0], is_exact=False)
+        column = self.columns[key] = Column(spec, buffer, first.shape[0])
         return column
 
     def on_commit(self, ids: Ids, state: Callable[[], State]) -> None:

@@ -189,10 +189,9 @@ class MemoryWriter(StoreWriter):
 
     def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Make room for the expected number of batches like the first."""
-        num_batches = self._job.num_batches
-        rows = first.shape[0] * (num_batches or _GUESSED_BATCHES)
+        rows = first.shape[0] * (self._job.num_batches or _GUESSED_BATCHES)
         buffer = self._store.buffer(key, first.device)
-        column = self.columns[key] = Column(spec, buffer, rows, num_batches is not None)
+        column = self.columns[key] = Column(spec, buffer, rows)
         self.devices.add(first.device)
         return column
 

@@ -62,7 +62,7 @@ class ShelfWriter(StoreWriter):
         self.job, self.shelves = job, []
 
     def column(self, key, spec, first):
-        self.columns[key] = Column(spec, HostBuffer(), len(first), is_exact=False)
+        self.columns[key] = Column(spec, HostBuffer(), len(first))
         return self.columns[key]
 
     def on_commit(self, ids, state):
@@ -293,25 +293,19 @@ def test_from_a_gpu(known, tmp_path):
         assert_same(recording, {k: v if kind == "cuda" else v.cpu() for k, v in wanted.items()})
 
 
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_memory_grows_with_all_that_is_in_it(is_exact):
+def test_memory_grows_with_all_that_is_in_it():
     rows = torch.arange(3 << 19, dtype=torch.float64).reshape(-1, 1 << 10)
     # Shorter than what comes, as a loader's length may be.
-    column = Column(TensorSpec((1 << 10,), torch.float64), HostBuffer(), 100, is_exact)
+    column = Column(TensorSpec((1 << 10,), torch.float64), HostBuffer(), 100)
     for start in range(0, len(rows), 37):
         part = rows[start : start + 37]
         column.place(start, len(part)).copy_(part)
     assert torch.equal(column.close(len(rows)), rows)
 
 
-def test_memory_that_is_prepared_keeps_what_is_in_it():
-    buffer = HostBuffer()
-    memory = buffer.reserve(1 << 25)
-    memory[: 1 << 20] = 7
-    for stop in (9, 1 << 20, 4097, 1 << 25, 1 << 26):
-        buffer.prepare(stop)
-    assert int(memory[: 1 << 20].min()) == 7
-    assert int(memory[1 << 20 :].max()) == 0
+def test_what_a_column_was_asked_for_before_is_accepted():
+    with pytest.warns(DeprecationWarning, match="is_exact"):
+        Column(TensorSpec((2,), torch.float64), HostBuffer(), 100, is_exact=True)
 
 
 def test_no_thread_is_left(tmp_path):
