@@ -175,10 +175,9 @@ class Folder(Medium):
             system.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return False
-        else:
-            return True
         finally:
             close_quietly(descriptor)
+        return True
 
     @contextmanager
     def _put_in_place(self, name: str, owner: str) -> Iterator[int]:

@@ -41,27 +41,19 @@ def accessing(path: str) -> Iterator[None]:
     except RecordingError:
         raise
     except OSError as cause:
-        raise access_error(path, cause) from cause
-
-
-def access_error(path: str, cause: OSError) -> RecordingError:
-    """Return the `RecordingError` that explains a failure of the system."""
-    linked = cause.errno == errno.ELOOP
-    reason = "is a link, and links are not followed" if linked else cause.strerror or cause
-    error = RecordingError(f"{path}: {reason}")
-    error.errno = cause.errno
-    return error
+        linked = cause.errno == errno.ELOOP
+        reason = "is a link, and links are not followed" if linked else cause.strerror or cause
+        error = RecordingError(f"{path}: {reason}")
+        error.errno = cause.errno
+        raise error from cause
 
 
 @contextmanager
 def parsing(path: str) -> Iterator[None]:
     """Raise errors that a damaged or hostile file causes in the block as a `RecordingError`."""
     try:
-        yield
-    except RecordingError:
-        raise
-    except OSError as cause:
-        raise access_error(path, cause) from cause
+        with accessing(path):
+            yield
     # A file may contain any type at any place, so reading it can fail in any of these ways. Such a
     # block contains only the parsing of one file.
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as cause:
