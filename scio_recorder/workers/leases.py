@@ -226,9 +226,8 @@ class _Newest(NamedTuple):
 class Claims:
     """Takes parts for one worker.
 
-    A worker goes from part to part, beginning with a random one. It goes to another random one when
-    it meets another worker. So workers spread out, and a part costs the same few requests however
-    many there are.
+    Each worker takes free parts in a random order of its own. So workers rarely meet, and a part
+    costs the same few requests however many there are.
 
     Parameters
     ----------
@@ -256,20 +255,19 @@ class Claims:
         self._medium, self._holder, self._clock = medium, holder, clock
         self._dice = dice or random.Random()
         self.num_parts = num_parts
-        # Parts known to be complete, and parts not worth trying: bytes, which are searched fast.
-        self._done = bytearray(num_parts)
-        self._busy = bytearray(num_parts)
+        # Parts known to be complete, and those that were free at the latest look.
+        self._done: set[int] = set()
+        self._free: list[int] = []
         self._leases: dict[int, _Newest] = {}
         # Parts that this worker has put off for now.
         self.later: set[int] = set()
-        self._at = self._dice.randrange(num_parts)
         self._failures = 0
         self._look()
 
     @property
     def num_done(self) -> int:
         """The number of parts known to be complete."""
-        return self._done.count(1)
+        return len(self._done)
 
     @property
     def is_finished(self) -> bool:
@@ -287,12 +285,7 @@ class Claims:
 
     def done(self, part: int) -> None:
         """Note that a part is complete."""
-        self._done[part] = self._busy[part] = 1
-
-    def put_off(self, part: int) -> None:
-        """Put a part off until `later` is cleared."""
-        self.later.add(part)
-        self._busy[part] = 1
+        self._done.add(part)
 
     def clear_away(self) -> None:
         """Remove the leases that killed workers have left, if all parts are complete."""
@@ -301,29 +294,19 @@ class Claims:
                 self._medium.unlink(name)
 
     def _take_free(self) -> Lease | None:
-        while (part := self._next_free()) is not None:
-            lease = self._try(part, 0)
+        while self._free:
+            lease = self._try(self._free.pop(), 0)
             if lease is not None:
-                self._at = part + 1
                 return lease
-            self._at = self._dice.randrange(self.num_parts)
             self._failures += 1
             if self._failures > _FAILURES + self.num_parts // 1000:
                 self._look()
         return None
 
-    def _next_free(self) -> int | None:
-        at = self._busy.find(0, self._at)
-        if at < 0:
-            at = self._busy.find(0)
-        return None if at < 0 else at
-
     def _take_over(self) -> Lease | None:
         """Take a part from a worker that is gone."""
-        taken = [item for item in self._leases.items() if not self._done[item[0]]]
         # Workers that wait for the same parts try them in different orders.
-        self._dice.shuffle(taken)
-        for part, newest in taken:
+        for part, newest in self._dice.sample(list(self._leases.items()), len(self._leases)):
             if newest.age >= STALE_AFTER or self._is_abandoned(lease_name(part, newest.number)):
                 lease = self._try(part, newest.number + 1)
                 if self._clock() - self._looked_at > TAKEN_WITHIN:
@@ -347,7 +330,6 @@ class Claims:
             return None
         lease = Lease(self._medium, part, number, self._holder, self._clock)
         if not lease.take():
-            self._busy[part] = 1
             return None
         if self._is_done(part):
             lease.give_back()
@@ -357,29 +339,26 @@ class Claims:
     def _is_done(self, part: int) -> bool:
         if self._medium.has(manifest_name(part)):
             self.done(part)
-        return bool(self._done[part])
+        return part in self._done
 
     def _look(self) -> None:
         """List the complete parts and the leases."""
         self._failures = 0
-        for part in complete_ranks(self._medium):
-            if part < self.num_parts:
-                self._done[part] = 1
+        self._done.update(part for part in complete_ranks(self._medium) if part < self.num_parts)
         self._look_at_leases()
 
     def _look_at_leases(self) -> None:
         """List the newest lease of each part, with its age by the clock of the store."""
         self._looked_at = self._clock()
         now, times = self._times()
-        self._leases = {}
-        self._busy = bytearray(self._done)
-        for part, number in newest_leases(times).items():
-            if part < self.num_parts:
-                age = now - times[lease_name(part, number)]
-                self._leases[part] = _Newest(number, age)
-                self._busy[part] = 1
-        for part in self.later:
-            self._busy[part] = 1
+        self._leases = {
+            part: _Newest(number, now - times[lease_name(part, number)])
+            for part, number in newest_leases(times).items()
+            if part < self.num_parts and part not in self._done
+        }
+        taken = self._done | self.later | self._leases.keys()
+        self._free = [part for part in range(self.num_parts) if part not in taken]
+        self._dice.shuffle(self._free)
 
     def _times(self) -> tuple[float, dict[str, float]]:
         """Return the time by the clock of the store, and when each lease was put."""

@@ -227,7 +227,7 @@ class Parts:
             with _naming_part(lease.part):
                 self._run(lease.part, self._batches(lease.part), lease)
         except EmptyPartError:
-            claims.put_off(lease.part)
+            claims.later.add(lease.part)
         else:
             claims.done(lease.part)
 
