@@ -55,6 +55,7 @@ class _Calls(list["tuple[TrackedCall, int]"]):
 
 
 def _receive(calls: weakref.ref[_Calls], gradient: Tensor | None) -> None:
+    gradient = None if gradient is None else private.unmapped(gradient)
     for call, key in (calls() or [])[::-1]:
         call.receive(key, gradient)
 

@@ -334,6 +334,32 @@ def renew_hooks(tensor: Tensor) -> None:
 transform_around: Callable[[], Any] = found(
     "torch._C._functorch.peek_interpreter_stack", "recording"
 )
+# The modes and the tensors of the ``vmap`` that ``torch.autograd.grad(is_grads_batched=True)`` uses.
+_VMAP_MODE, _MAPPED = map(torch._C._parse_dispatch_key, ("VmapMode", "Batched"))
+# It has at most 64 levels.
+_LEVELS = range(1, 65)
+
+
+@needs("torch._C._functorch.get_unwrapped", "gradients under vmap")
+def unmapped(tensor: Tensor, place: int = 0) -> Tensor:
+    """Return a tensor with the dimensions over which ``vmap`` maps it, first or last; others as is.
+
+    Inside ``vmap`` a tensor has no value of its own, and can't be kept.
+    """
+    functions = torch._C._functorch
+    if transform_around() is not None and functions.is_batchedtensor(tensor):
+        inner = functions.get_unwrapped(tensor)
+        return unmapped(inner.movedim(functions.maybe_get_bdim(tensor), place), place)
+    is_mapping = torch._C._dispatch_tls_is_dispatch_key_included(_VMAP_MODE)
+    if is_mapping and torch._C._dispatch_keys(tensor).has(_MAPPED):
+        for level in _LEVELS:
+            # A size that no dimension can have: of another level, the tensor would be expanded.
+            with contextlib.suppress(RuntimeError):
+                found = torch._remove_batch_dim(tensor, level, -1, place % (tensor.dim() + 1))
+                return unmapped(found, place)
+    return tensor
+
+
 # Returns whether autocast is on for any kind of device.
 is_any_autocast_on: Callable[[], bool] = found("torch._C._is_any_autocast_enabled", "recording")
 

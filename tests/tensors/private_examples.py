@@ -94,6 +94,25 @@ def sees_vmap(around: Callable[[], Any]) -> bool:
     return seen == [True] and around() is None
 
 
+def finds_what_is_mapped(unmapped: Callable[[Tensor, int], Tensor]) -> bool:
+    x = torch.arange(6.0).view(3, 2).requires_grad_()
+    basis = torch.arange(24.0).view(4, 3, 2)
+    found: list[Tensor] = []
+    y = x * 1
+    y.register_hook(  # type: ignore[no-untyped-call]  # torch's own
+        lambda gradient: found.extend(unmapped(gradient, place) for place in (0, -1))
+    )
+
+    def pulled(row: Tensor) -> Tensor:
+        return torch.autograd.grad(y, x, row, retain_graph=True)[0]
+
+    torch.autograd.grad(y, x, basis, retain_graph=True, is_grads_batched=True)
+    torch.func.vmap(pulled)(basis)
+    pulled(basis[0])
+    wanted = [basis, basis.movedim(0, -1)] * 2 + [basis[0]] * 2
+    return all(map(torch.equal, found, wanted))
+
+
 def sees_autocast(is_on: Callable[[], bool]) -> bool:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = is_on()
@@ -243,6 +262,7 @@ EXAMPLES: dict[str, Callable[[Any], bool]] = {
     "base_of": finds_base,
     "has_hooks": distinguishes_hooked_tensor,
     "transform_around": sees_vmap,
+    "unmapped": finds_what_is_mapped,
     "is_any_autocast_on": sees_autocast,
     "forward_hooks": finds_both_hooks,
     "hooks_on_all_modules": finds_hooks_on_all,
