@@ -157,7 +157,8 @@ class _Delivery:
         if owner is not None and not arrived.calls:
             owner.begin(arrived)
         count, _ = self.templates[call]
-        arrived.calls.setdefault(call, [None] * count)[index] = HeldTensor(private.unmapped(gradient))
+        kept = HeldTensor(private.unmapped(gradient))
+        arrived.calls.setdefault(call, [None] * count)[index] = kept
 
     def _deliver(self, arrived: _Arrived) -> None:
         def built(call: CallKey, count: int, rebuild: Rebuild) -> Any:

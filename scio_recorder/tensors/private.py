@@ -334,7 +334,7 @@ def renew_hooks(tensor: Tensor) -> None:
 transform_around: Callable[[], Any] = found(
     "torch._C._functorch.peek_interpreter_stack", "recording"
 )
-# The modes and the tensors of the ``vmap`` that ``torch.autograd.grad(is_grads_batched=True)`` uses.
+# The mode and the tensors of the older ``vmap`` that ``is_grads_batched=True`` uses.
 _VMAP_MODE, _MAPPED = map(torch._C._parse_dispatch_key, ("VmapMode", "Batched"))
 # It has at most 64 levels.
 _LEVELS = range(1, 65)
