@@ -31,10 +31,20 @@ from scio_recorder.nets.records import Records
 from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.tensors.arguments import whole
 
-WHY_NOT_CALLED = (
-    "perhaps a copy of the network was called, or a compiled one; give rnet.net to the code that "
-    "calls the network"
-)
+
+def why_not_called(net: nn.Module) -> str:
+    """Return why no call of a network may have been seen, and what to write instead."""
+    if hasattr(net, "get_base_model"):
+        # Those of PEFT.
+        return (
+            "methods of the network, such as generate, call the model inside it: wrap that, as in "
+            "Recorder(net.get_base_model()), which holds the adapters too"
+        )
+    return (
+        "perhaps a copy of the network was called, or a compiled one (give rnet.net to the code "
+        "that calls the network), or a method of the network, such as generate, called a network "
+        "inside it (wrap that one)"
+    )
 
 
 class Passes(Sequence[Records]):

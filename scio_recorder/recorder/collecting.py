@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.capture.watch import WHY_NOT_CALLED, AroundCalls, Passes, Watcher
+from scio_recorder.capture.watch import AroundCalls, Passes, Watcher, why_not_called
 from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
 from scio_recorder.layer import few
 from scio_recorder.nets.records import LayerMapping, Records
@@ -447,7 +447,8 @@ class Collecting:
         with self._around(Watcher(passes, activation_postproc)) as calls:
             yield passes
         if not calls.were_made:
-            warn(f"the network was not called in the block of watch: {WHY_NOT_CALLED}")
+            why = why_not_called(self._net)
+            warn(f"the network was not called in the block of watch: {why}")
 
     @contextlib.contextmanager
     def collecting(

@@ -154,11 +154,11 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             Keep detached copies in host memory (pinned, from a GPU) instead.
         calls : {"labelled", "any"}
             "any" is for nets in which the number of calls of a module changes from pass to pass,
-            such as mixtures of experts. The record of a name is then the tuple of the outputs of
-            its calls in the pass, in order; it is empty if there was no call. Its gradient is
-            the tuple of their gradients, None for a call that got none. No number of calls
-            raises :class:`~scio_recorder.errors.FlowError`. A module that did not run at
-            labelling has no label, and is left out with a warning.
+            such as mixtures whose experts are modules (fused experts have no rows). The record of a
+            name is then the tuple of the outputs of its calls in the pass, in order; it is empty if
+            there was no call. Its gradient is the tuple of their gradients, None for a call that
+            got none. No number of calls raises :class:`~scio_recorder.errors.FlowError`. A module
+            that did not run at labelling has no label, and is left out with a warning.
 
         Raises
         ------

@@ -13,7 +13,7 @@ import torch
 
 from scio_recorder.capture.checkpoint_regions import is_rerun
 from scio_recorder.capture.engine import Capture
-from scio_recorder.capture.watch import WHY_NOT_CALLED
+from scio_recorder.capture.watch import why_not_called
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError, RecorderError
 from scio_recorder.nets.records import Inputs
@@ -451,7 +451,7 @@ class CollectedPasses:
             if collection.is_empty:
                 raise CollectError(
                     "the network was not called in the block, or all passes failed: "
-                    f"{WHY_NOT_CALLED}"
+                    f"{why_not_called(collection.capture.net)}"
                 )
         except BaseException as error:
             self._keep_what_ended(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from scio_recorder import Recorder
 from scio_recorder.errors import (
     ArgumentError,
+    CollectError,
     FlowError,
     LayerNotFoundError,
     MutationError,
@@ -454,6 +456,43 @@ def test_what_only_the_network_has_is_found_by_the_message() -> None:
         assert torch.equal(records["second"], net.second(act))
         x = net.second(act) + x
     assert len(passes) == 3
+
+
+class Adapted(nn.Module):
+    """Generates by the model inside it, as a ``PeftModel`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = Residual()
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base_model(x)
+
+    def generate(self, x: Tensor) -> Any:
+        return self.base_model(x)
+
+
+def test_a_network_that_generates_by_the_model_inside_it_is_told_what_to_wrap() -> None:
+    net, x = Adapted(), torch.ones(2, 4)
+    rnet = watched(net, "base_model")
+    advice = r"Recorder\(net.get_base_model\(\)\)"
+    with pytest.warns(UserWarning) as caught, rnet.watch() as passes:
+        net.generate(x)
+    assert not passes
+    assert [bool(re.search(advice, str(one.message))) for one in caught] == [False, True]
+    with (
+        pytest.warns(UserWarning, match="without the network"),
+        pytest.raises(CollectError, match=advice),
+        rnet.collecting(),
+    ):
+        net.generate(x)
+    rnet = watched(net.get_base_model(), "first")
+    with rnet.watch() as passes:
+        net.generate(x)
+    assert len(passes) == 1
 
 
 def test_parts_that_the_block_calls_without_the_network_are_named() -> None:
