@@ -590,7 +590,8 @@ class Collecting:
 
         local = self._capture.site.local
         outside, local.outside = local.outside, set() if self._watchers else None
-        _warn_of_calls_outside(self._capture.program.layers_of(outside or ()))
+        layers = self._capture.program.layers_of(outside or ())
+        _warn_of_calls_outside(layers, has_base=hasattr(self._net, "get_base_model"))
 
     def __getattr__(self, name: str) -> Any:
         if name == _OF_TRAINERS:
@@ -612,13 +613,14 @@ class Collecting:
             ) from error
 
 
-def _warn_of_calls_outside(layers: Sequence[Layer]) -> None:
+def _warn_of_calls_outside(layers: Sequence[Layer], *, has_base: bool) -> None:
     # The hooks of the network itself are called outside of a pass only by a shallow copy of it.
     if layers and layers[-1].depth:
+        own = "Recorder(net.get_base_model())" if has_base else "a Recorder of its own"
         warn(
             f"code in the block called {few(layers, 4)} without the network "
             "around it, as generate calls an encoder. Such a call belongs to no pass: it is "
-            "neither recorded nor changed. Watch that part with a Recorder of its own"
+            f"neither recorded nor changed. Watch that part with {own}"
         )
 
 
