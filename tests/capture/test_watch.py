@@ -484,7 +484,7 @@ def test_a_network_that_generates_by_the_model_inside_it_is_told_what_to_wrap() 
     assert not passes
     assert all(re.search(advice, str(one.message)) for one in caught)
     # Passes that the block has seen don't hide those that it has not.
-    with pytest.warns(UserWarning, match=advice), rnet.watch() as passes:
+    with pytest.warns(UserWarning, match=advice), rnet.watch() as passes:  # noqa: PT031 - its end
         net(x)
         net.generate(x)
     assert len(passes) == 1
