@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.copies import is_plain, version_of
+from scio_recorder.tensors.copies import has_memory, is_plain, version_of
 from scio_recorder.tensors.structures import tensors
 
 # A piece of host memory stays in the cache; one of another device is worth its transfer.
@@ -225,18 +225,10 @@ def _held(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor.dequantize()
     elif tensor.layout is not torch.strided:
         yield tensor.to_dense()
-    elif _has_memory(tensor):
+    elif has_memory(tensor):
         # A wrapper that does not say what it holds gives its values as a view. Torch 2.8 can't make
         # such a wrapper plain by itself.
         yield tensor.view_as(tensor).as_subclass(Tensor).resolve_conj().resolve_neg()
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory; that of a sharded parameter may be freed."""
-    try:
-        return tensor.untyped_storage().nbytes() > 0
-    except (NotImplementedError, RuntimeError):
-        return False
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from types import (
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
-# Objects that hold no activations, or must keep their identity.
-_WITHOUT_TENSORS = (
+# Objects that are never opened: they hold no activations, or must keep their identity.
+_OPAQUE = (
     nn.Module,
     type,
     ModuleType,
@@ -48,8 +48,6 @@ _WITHOUT_TENSORS = (
     complex,
     Enum,
 )
-# Objects that are never opened.
-_OPAQUE = (*_WITHOUT_TENSORS, FunctionType, BuiltinFunctionType, MethodType)
 
 # Built-in bases in the order in which they are tried: each creates and fills its own subclasses.
 _DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
@@ -175,29 +173,20 @@ def holder_out_of_sight(value: Any) -> Any:
     >>> holder_out_of_sight((torch.ones(2), torch.ones(2).sum))
     <built-in method sum of Tensor object at ...>
     """
-    parts, todo = {id(value): value}, [value]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, (Tensor, *_WITHOUT_TENSORS)):
-            continue
-        if isinstance(part, torch.UntypedStorage):
-            return part
-        held = _referents(part)
-        is_view = type(part) in _VIEWS or type(part) is MappingProxyType
-        own = [getattr(part, "__dict__", None), *_parts(part), *(held if is_view else ())]
-        known = {id(one): one for one in own}
-        if any(_leads_to_tensor(one) for one in held if id(one) not in known):
-            return part
-        todo += [one for at, one in known.items() if at not in parts]
-        parts |= known
-    return None
+    copying = _Copy(Tensor, lambda leaf: leaf)
+    copying.whole(value)
+    return next((holder for holder, held in copying.shared if _leads_to(held, Tensor)), None)
 
 
-def _leads_to_tensor(value: Any) -> bool:
-    seen, todo = {}, [value]
+def _leads_to(value: Any, kind: type, made: Mapping[int, tuple[Any, Any]] | None = None) -> bool:
+    """Whether an object holds one of a kind, or what has been made anew, in whatever way."""
+    seen: dict[int, Any] = {}
+    todo = [value]
     while todo:
         one = todo.pop()
-        if isinstance(one, Tensor | torch.UntypedStorage):
+        old, new = (made or {}).get(id(one), (one, one))
+        # The class: some objects claim to have another one.
+        if issubclass(type(one), (kind, torch.UntypedStorage)) or old is not new:
             return True
         if id(one) not in seen:
             seen[id(one)] = one
@@ -207,11 +196,12 @@ def _leads_to_tensor(value: Any) -> bool:
 
 def _referents(value: Any) -> list[Any]:
     """Return what an object holds; of a function neither its module nor its code."""
-    if isinstance(value, FunctionType):
-        return [value.__closure__, value.__defaults__, value.__kwdefaults__]
-    if isinstance(value, _WITHOUT_TENSORS):
-        return []
-    return gc.get_referents(value)
+    kind = type(value)
+    if kind is FunctionType:
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
+    if issubclass(kind, weakref.ref):
+        return [value()]
+    return [] if issubclass(kind, _OPAQUE) else gc.get_referents(value)
 
 
 def is_opened(value: Any) -> bool:
@@ -219,7 +209,8 @@ def is_opened(value: Any) -> bool:
     # Dynamo may not ask tensors whether they are of classes that decide that themselves.
     if value is None or isinstance(value, Tensor):
         return False
-    return not isinstance(value, (torch.Size, *_OPAQUE))
+    functions = FunctionType, BuiltinFunctionType, MethodType
+    return not isinstance(value, (torch.Size, *functions, *_OPAQUE))
 
 
 def _first(leaves: Sequence[Any]) -> Any:
@@ -247,6 +238,8 @@ class _Copy:
         self._replace = replace
         # By the id of the old object, which is held, so that no other object takes its id.
         self._made: dict[int, tuple[Any, Any]] = {}
+        # What is not copied, and what holds it: a dictionary its keys, anything else itself.
+        self.shared: list[tuple[Any, Any]] = []
         # Attributes that refer weakly to something: what sets them, their name and the reference.
         self._weak: list[tuple[Callable[..., None], str, weakref.ref[Any]]] = []
 
@@ -268,6 +261,8 @@ class _Copy:
             return value.copy()
         if id(value) not in self._made:
             new = self._container(value, is_inside)
+            if new is value:
+                self.shared.append((value, value))
             # It may have been made while its parts were.
             self._made.setdefault(id(value), (value, new))
         return self._made[id(value)][1]
@@ -287,6 +282,7 @@ class _Copy:
             behind: dict[Any, Any] = {}
             new: Any = self._started(value, MappingProxyType(behind))
             behind.update((key, self.of(item, is_inside)) for key, item in value.items())
+            self.shared += [(value, key) for key in behind]
             return new
         if kind in _VIEWS:
             base, name = _VIEWS[kind]
@@ -309,7 +305,8 @@ class _Copy:
             # A container in an opened object may receive tensors later, like the parts of a
             # key-value cache, so it is copied even while it is empty.
             may_fill = is_inside or _can_be_filled(value)
-            if not _is_plain_kind(kind) or not (may_fill or self._holds_leaf(value, set())):
+            is_plain = _is_plain_kind(kind)
+            if not (is_plain and (may_fill or _leads_to(value, self._kind, self._made))):
                 return value
         try:
             new = self._started(value, base.__new__(kind))
@@ -321,6 +318,7 @@ class _Copy:
             # Read by the base's method: transformers' ModelOutput overrides access by key.
             for key, item in base.items(value):
                 base.__setitem__(new, key, self.of(item, is_inside))
+                self.shared.append((value, key))
         if kind in _BARE:
             return new
         return self._with_attributes(new, value, is_inside or not is_container)
@@ -340,31 +338,8 @@ class _Copy:
                 self._weak.append((put, name, item))
         if isinstance(old, defaultdict):
             new.default_factory = old.default_factory
+            self.shared.append((old, old.default_factory))
         return new
-
-    def _holds_leaf(self, value: Any, seen: set[int]) -> bool:
-        made = self._made.get(id(value), (value, value))
-        if isinstance(value, self._kind) or made[0] is not made[1]:
-            return True
-        if type(value) is weakref.ref:
-            return self._holds_leaf(value(), seen)
-        if value is None or isinstance(value, _OPAQUE) or id(value) in seen:
-            return False
-        seen.add(id(value))
-        return any(self._holds_leaf(part, seen) for part in _parts(value))
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """Yield the contents of a container or object."""
-    kind = type(value)
-    base: Any = next((base for base in (dict, list, tuple) if isinstance(value, base)), None)
-    if base is dict or kind is MappingProxyType:
-        yield from (base or kind).values(value)
-    elif base is not None or kind in (set, frozenset, deque) or kind in _VIEWS:
-        yield from (base or kind).__iter__(value)
-    if base is not None or _is_plain_kind(kind) or isinstance(value, SimpleNamespace):
-        yield from getattr(value, "__dict__", {}).values()
-        yield from (getattr(value, name) for name in _slot_names(value))
 
 
 def _can_be_filled(value: Any) -> bool:
