@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import PostprocessorError, raised_by
+from scio_recorder.errors import PostprocessorError, raised_by, warn
 from scio_recorder.layer import DepthIdx, Layer, describe
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import by_selector
 from scio_recorder.postprocessors.floating_map import check_postprocessor
-from scio_recorder.postprocessors.wrapping import OnInput
+from scio_recorder.postprocessors.wrapping import Heads, OnInput
 from scio_recorder.tensors.structures import flatten
+
+# Names of attentions, and of the projections that make their queries, keys and values.
+_ATTENTION = re.compile("attn|attention|multihead|mha", re.IGNORECASE)
+_BEFORE_HEADS = re.compile(
+    "^(to_|w_?|in_|lin_|linear_)?[qkv]|query|key|value|_[qkv]$|in_proj|c_attn", re.IGNORECASE
+)
 
 Postprocessor: TypeAlias = Callable[[Any], Any]
 Postprocessors: TypeAlias = Postprocessor | Sequence[Postprocessor] | Mapping[Any, Postprocessor]
@@ -52,6 +59,16 @@ def assign(
     >>> assign(None, [(1, 1), (1, 2)], abs)
     {(1, 1): <built-in function abs>, (1, 2): <built-in function abs>}
     """
+    chosen = _chosen(architecture, order, given)
+    for label, function in chosen.items():
+        if isinstance(function, Heads) and not torch.compiler.is_compiling():
+            _warn_of_mixed_heads(function, architecture[label], architecture)
+    return chosen
+
+
+def _chosen(
+    architecture: Architecture, order: Sequence[DepthIdx], given: Postprocessors
+) -> dict[DepthIdx, Postprocessor]:
     if isinstance(given, Mapping):
         for selector, function in given.items():
             check_postprocessor(f"selector {selector!r}", function)
@@ -77,6 +94,33 @@ def assign(
         if isinstance(function, type) or not callable(function):
             check_postprocessor(f"layer {architecture[label]}", function)
     return chosen
+
+
+def _warn_of_mixed_heads(heads: Heads, layer: Layer, architecture: Architecture) -> None:
+    """Warn if heads are changed behind the projection of an attention, which has mixed them."""
+    rows = list(architecture.values())
+    if _ATTENTION.search(f"{layer.name.rpartition('.')[2]} {layer.type_name}"):
+        inside = f"{layer.name}.".removeprefix(".")
+        mixing = [row for row in rows if row.name.startswith(inside) and _is_projection(row)]
+    else:
+        around = [row for row in rows if layer.name.startswith(f"{row.name}.") or not row.name]
+        is_inside = any(_ATTENTION.search(f"{row.name} {row.type_name}") for row in around)
+        mixing = [layer] if is_inside and _is_projection(layer) else []
+    if mixing or layer.type_name == "MultiheadAttention":
+        right = "torch's own attention runs its projection as no layer, so there its heads stay"
+        if mixing:
+            right = f"{{{mixing[-1].name!r}: OnInput({heads!r})}} acts on what it receives"
+        warn(
+            f"{heads!r} acts on what layer {layer} returns, in which the projection has mixed the "
+            f"heads already, so it changes no head: {right}"
+        )
+
+
+def _is_projection(row: Layer) -> bool:
+    """Whether a layer of an attention is a projection behind the heads, by its name."""
+    name = row.name.rstrip(".0123456789").rpartition(".")[2]
+    is_linear = "Linear" in row.type_name or row.type_name == "Conv1D"
+    return is_linear and not _BEFORE_HEADS.search(name)
 
 
 def assign_by_key(

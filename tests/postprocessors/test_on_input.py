@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
+from fnmatch import fnmatch
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -271,3 +275,93 @@ def test_no_hook_stays_behind():
     rnet(torch.ones(2, WIDTH), activation_postproc=OnInput(Scale(2.0)))
     rnet.remove()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+class Attention(nn.Module):
+    def __init__(self, last: str) -> None:
+        super().__init__()
+        self.q_proj, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.to_v = nn.Linear(WIDTH, WIDTH)
+        self.last = last
+        if last:
+            self.add_module(last, nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q_proj(x) @ self.key(x).mT
+        mixed: Tensor = scores.softmax(-1) @ self.to_v(x)
+        return self.get_submodule(self.last)(mixed) if self.last else mixed
+
+
+class Transformer(nn.Module):
+    def __init__(self, last: str) -> None:
+        super().__init__()
+        self.attn, self.mlp = Attention(last), nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.mlp(self.attn(x))
+        return output
+
+
+HEADS = Heads(3, [1], Ablate())
+
+
+@pytest.mark.parametrize("last", ["out_proj", "c_proj", "o", "dense", "proj", "wo"])
+def test_heads_behind_their_projection_are_warned_of(last: str) -> None:
+    rnet = recorder(Transformer(last), "*")
+    for name in ("attn", f"attn.{last}"):
+        with pytest.warns(UserWarning, match=rf"'attn\.{last}': OnInput\(Heads\(num_heads=3"):
+            rnet(torch.randn(2, WIDTH), activation_postproc={name: HEADS})
+    # What is right, and what is no head at all, is not warned of.
+    for name in ("attn.q_proj", "attn.key", "attn.to_v", "mlp.0", "mlp"):
+        rnet(torch.randn(2, WIDTH), activation_postproc={name: HEADS})
+    rnet(torch.randn(2, WIDTH), activation_postproc={f"attn.{last}": OnInput(HEADS)})
+
+
+def test_heads_of_an_attention_without_a_projection_are_not_warned_of() -> None:
+    rnet = recorder(Transformer(""), "attn")
+    rnet(torch.randn(2, WIDTH), activation_postproc=HEADS)
+
+
+def test_heads_of_an_attention_whose_projection_is_no_layer() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(WIDTH, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.inner(x, x, x, need_weights=False)[0]
+            return output
+
+    rnet = recorder(Net(), "inner")
+    with pytest.warns(UserWarning, match="runs its projection as no layer"):
+        rnet(torch.randn(2, WIDTH), activation_postproc=HEADS)
+
+
+def test_heads_of_an_attention_that_is_the_whole_network_are_warned_of() -> None:
+    rnet = recorder(Attention("out"), "out", "")
+    for name in ("out", ""):
+        with pytest.warns(UserWarning, match=r"'out': OnInput"):
+            rnet(torch.randn(2, WIDTH), activation_postproc={name: HEADS})
+
+
+@pytest.mark.campaign
+def test_heads_of_a_library_are_warned_of_behind_the_projection_alone() -> None:
+    config: Any = {"vocab_size": 9, "num_hidden_layers": 1, "hidden_size": WIDTH}
+    config |= {"num_attention_heads": 3, "intermediate_size": 8, "max_position_embeddings": 8}
+    nets = [
+        (transformers.GPT2Model, transformers.GPT2Config(**config), "*.c_proj"),
+        (transformers.BertModel, transformers.BertConfig(**config), "*.attention.output.dense"),
+        (transformers.LlamaModel, transformers.LlamaConfig(**config), "*.o_proj"),
+    ]
+    for kind, settings, projection in nets:
+        ids = torch.zeros(1, 4, dtype=torch.int64)
+        rnet = Recorder(kind(settings), input_data=ids)
+        rnet.record("*")
+        for row in rnet.architecture.values():
+            is_wrong = "att" in row.name.lower() and fnmatch(row.name, projection)
+            is_right = re.search(r"\.(query|key|value|[qkv]_proj|c_attn)$", row.name)
+            if is_wrong or is_right:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    rnet(ids, activation_postproc={row.name: Heads(3, 0, abs)})
+                assert any("OnInput" in str(one.message) for one in caught) == is_wrong, row.name
