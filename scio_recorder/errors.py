@@ -221,8 +221,8 @@ def needing(extra: str, what: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise MissingPackageError(
-            f"{what} needs {error.name}, which is not installed: "
-            f"pip install 'scio-recorder[{extra}]'",
+            f"{what} needs {error.name}, which is not installed: write pip install -e "
+            f"'.[{extra}]' in a clone of scio-recorder",
             name=error.name,
         ) from error
 

@@ -71,8 +71,8 @@ def as_store(given: str | Store | None) -> Store:
     elif name != "disk" and (near := nearest(name, ["device", "host", "disk", "auto"])):
         hint = near
     elif name not in ("", "disk") and not place:
-        hint = f', or write store="disk:{name}" for a folder'
+        hint = f': write store="disk:{name}" for a folder'
     raise CollectError(
-        f'store={given!r}{hint}; a store is "device", "host", "disk:PATH", "auto", None, '
-        '"s3://BUCKET/RUN", or an object from scio_recorder.stores'
+        f'store={given!r} names no store{hint}. A store is "device", "host", "disk:PATH", "auto", '
+        'None, "s3://BUCKET/RUN", or an object from scio_recorder.stores'
     )

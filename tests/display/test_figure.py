@@ -213,5 +213,5 @@ def test_figures_can_be_pickled() -> None:
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = small_recording()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'scio-recorder\[plot\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '.\[plot\]'"):
         recording.plot()

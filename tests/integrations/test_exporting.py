@@ -6,6 +6,7 @@ import errno
 import json
 import sys
 import weakref
+from urllib.parse import quote
 
 import datasets
 import numpy as np
@@ -388,6 +389,19 @@ def test_a_missing_package_names_the_extra(form, tmp_path, monkeypatch):
     recording = recorded(torch.ones(3, 2))
     package = "pyarrow" if form == "arrow" else form
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"{package}.*scio-recorder\[{form}\]"):
+    with pytest.raises(ModuleNotFoundError, match=rf"{package}.*pip install -e .\.\[{form}\]"):
         export(recording, form, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_names_at_which_other_libraries_stop_are_escaped(tmp_path, name):
+    net = nn.Sequential()
+    net.add_module(name, nn.ReLU())
+    rnet = Recorder(net, input_size=(1, 2))
+    rnet.record("1-1")
+    recording = rnet.collect([torch.ones(3, 2)], progress=False)
+    wanted = "1-1_" + {"a\0b": r"a\0b", "\ud800": r"\ud800"}[name]
+    assert recording.to_arrow().read_all()[wanted].to_pylist() == [[1, 1]] * 3
+    assert recording.to_datasets(tmp_path / "set")[wanted] == [[1, 1]] * 3
+    assert quote(wanted, safe="") in recording.to_zarr(tmp_path / "zarr")

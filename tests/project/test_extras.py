@@ -97,7 +97,7 @@ print(json.dumps(told))
 def test_what_needs_an_extra_names_it(told, case):
     is_not_found, text = told[case]
     assert is_not_found == "True"
-    assert f"pip install 'scio-recorder[{CASES[case]}]'" in text
+    assert f"pip install -e '.[{CASES[case]}]'" in text
 
 
 def test_no_command_shows_a_traceback(tmp_path: Path) -> None:
@@ -124,4 +124,4 @@ for command in {list(COMMANDS)!r}:
         assert ended == command
         assert (status == "0") == (extra is None), done.stderr
         if extra is not None:
-            assert f"pip install 'scio-recorder[{extra}]'" in said[number].splitlines()[-1]
+            assert f"pip install -e '.[{extra}]'" in said[number].splitlines()[-1]

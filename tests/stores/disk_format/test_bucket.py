@@ -185,7 +185,7 @@ def test_without_credentials_that_is_said(monkeypatch):
 
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ModuleNotFoundError, match=r"scio-recorder\[cloud\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e .\.\[cloud\]. in a clone"):
         Bucket("s3://bucket/run")
 
 
