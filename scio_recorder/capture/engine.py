@@ -272,9 +272,10 @@ class Capture:
                     inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
             latest.gradients = current.gradients
             latest.state = CallStates(current.moments, current.posts.functions)
+            received = inputs or Records(self.architecture, what="input")
             for watcher in tuple(self.watchers):
                 if watcher.passes is not None:
-                    watcher.passes.add(activations)
+                    watcher.passes.add(activations, received)
 
     def _expect_rerun(self, current: Pass) -> None:
         if self.options.gradients:

@@ -74,6 +74,27 @@ class Passes(Sequence[Records]):
     def __init__(self, last: int | None = None) -> None:
         limit = None if last is None else whole("last", last, 1, ArgumentError)
         self._records: deque[Records] = deque(maxlen=limit)
+        self._inputs: deque[Records] = deque(maxlen=limit)
+
+    @property
+    def inputs(self) -> Passes:
+        """The inputs of the recorded modules' forward, pass by pass, as ``rnet.inputs`` has them.
+
+        They exist for passes of a selection with ``record(..., inputs=True)``.
+
+        Examples
+        --------
+        >>> from scio_recorder import Recorder
+        >>> rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 2))
+        >>> rnet.record("0", inputs=True)
+        >>> with rnet.watch() as passes:
+        ...     _ = rnet.net(torch.full((1, 2), -1.0))
+        >>> passes.inputs[-1]["0"].args
+        (tensor([[-1., -1.]]),)
+        """
+        found = Passes()
+        found._records = self._inputs
+        return found
 
     @overload
     def __getitem__(self, index: int) -> Records: ...
@@ -132,7 +153,7 @@ class Passes(Sequence[Records]):
         for number, value in enumerate(values):
             if not isinstance(value, Tensor):
                 raise ArgumentError(
-                    f"layer {key} returned a {type(value).__name__} in pass {number}, but only "
+                    f"layer {key} has a {type(value).__name__} in pass {number}, but only "
                     "tensors can be joined: take what you need from each pass, as in "
                     f"torch.cat([records[{key!r}][0] for records in passes])"
                 )
@@ -145,13 +166,14 @@ class Passes(Sequence[Records]):
                 f"{dim}: write another dim=, or join what you need from each pass"
             ) from error
 
-    def add(self, records: Records) -> None:
-        """Keep the records of a pass that has ended, in memory of their own."""
-        for label in records:
-            # A record that was lost in the pass raises when it is read.
-            with contextlib.suppress(MutationError):
-                _ = records[label]
-        self._records.append(records)
+    def add(self, records: Records, inputs: Records) -> None:
+        """Keep the records and inputs of a pass that has ended, in memory of their own."""
+        for kept, values in ((self._records, records), (self._inputs, inputs)):
+            for label in values:
+                # A record that was lost in the pass raises when it is read.
+                with contextlib.suppress(MutationError):
+                    _ = values[label]
+            kept.append(values)
 
 
 @dataclass(eq=False)

@@ -140,6 +140,62 @@ def test_records_hold_whatever_later_passes_write() -> None:
     assert [records[(0, 1)][0].item() for records in passes] == sums
 
 
+@pytest.mark.parametrize("copy_policy", ["auto", "always"])
+def test_inputs_of_each_pass_are_those_that_forward_received(copy_policy: Any) -> None:
+    net, given = Residual(), batches()
+    rnet = watched(net, "act", "second", inputs=True, copy=copy_policy)
+    seen: list[tuple[Tensor, Tensor]] = []
+    handles = [
+        net.act.register_forward_pre_hook(lambda module, args: seen.append((args[0].clone(),))),
+        net.second.register_forward_pre_hook(lambda module, args: seen.append((args[0].clone(),))),
+    ]
+    with torch.no_grad(), rnet.watch() as passes, rnet.watch(last=2) as latest:
+        for x in given:
+            net(x)
+    for handle in handles:
+        handle.remove()
+    assert len(passes.inputs) == len(passes) == len(given)
+    for number, inputs in enumerate(passes.inputs):
+        # What ReLU received it has overwritten: that record is lost, or was copied.
+        assert torch.equal(inputs["second"].args[0], seen[2 * number + 1][0])
+        assert torch.equal(passes[number]["act"], inputs["second"].args[0])
+        if copy_policy == "always" or number == 0:
+            assert torch.equal(inputs["act"].args[0], seen[2 * number][0])
+    assert len(latest.inputs) == 2
+    assert torch.equal(latest.inputs[0]["second"].args[0], seen[-3][0])
+    assert [one["second"].args[0].shape for one in passes.inputs[1:3]] == [(2, 4)] * 2
+
+
+def test_inputs_hold_whatever_later_passes_and_the_caller_write() -> None:
+    net = Remembering()
+    net.inner = nn.Linear(4, 4)
+    rnet = Recorder(net, input_size=(4,), verbose=0)
+    rnet.record("inner", "", inputs=True)
+    buffer = torch.zeros(4)
+    net.state.zero_()
+    with torch.no_grad(), rnet.watch() as passes:
+        for number in range(4):
+            buffer.fill_(number)
+            net(buffer)
+    for name, expected in (("inner", [0.0, 1.0, 3.0, 6.0]), ("", [0.0, 1.0, 2.0, 3.0])):
+        found = [inputs[name].args[0].tolist() for inputs in passes.inputs]
+        assert found == [[number] * 4 for number in expected]
+
+
+def test_without_inputs_the_message_says_what_to_write() -> None:
+    rnet = watched(Residual(), "first")
+    with rnet.watch() as passes:
+        rnet.net(torch.ones(2, 4))
+    assert len(passes.inputs) == 1
+    with pytest.raises(LayerNotFoundError, match=r"no input of layer"):
+        passes.inputs[0]["first"]
+    rnet.record("first", inputs=True)
+    with rnet.watch() as passes:
+        rnet.net(torch.ones(2, 4))
+    with pytest.raises(ArgumentError, match="only tensors can be joined"):
+        passes.inputs.cat("first")
+
+
 def test_output_that_the_caller_overwrites_leaves_the_pass_as_it_was() -> None:
     net = Residual()
     rnet = watched(net, (0, 1), "second")
@@ -264,7 +320,7 @@ def test_a_block_that_ends_while_a_pass_is_handed_out_takes_it_from_no_other() -
     leaving, staying = rnet.watch(), rnet.watch()
     first, second = leaving.__enter__(), staying.__enter__()
 
-    def leave(records: Any) -> None:
+    def leave(records: Any, inputs: Any) -> None:
         del first.add
         leaving.__exit__(None, None, None)
 
