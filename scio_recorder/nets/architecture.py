@@ -7,9 +7,8 @@ import difflib
 import fnmatch
 import hashlib
 import json
-import operator
 import re
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -164,8 +163,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
 
         Parameters
         ----------
-        key : (int, int) or str
-            ``(1, 3)``, ``"1-3"`` or a qualified name that stands for one layer only.
+        key : (int, int), str or torch.nn.Module
+            ``(1, 3)``, ``"1-3"``, a qualified name that stands for one layer only, or a module.
 
         Returns
         -------
@@ -189,8 +188,12 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
             if label is not None and label in self._rows:
                 return label
             return self._resolve_name(key, label)
+        if isinstance(key, nn.Module):
+            name = next((row.name for row in self.values() if row.module is key), None)
+            if name is not None:
+                return self._resolve_name(name, None)
         if label is None:
-            raise LayerNotFoundError(_not_a_key(key))
+            raise LayerNotFoundError(_not_a_key(key, self._names))
         if label not in self._rows:
             raise LayerNotFoundError(no_such_label(label, self))
         return label
@@ -404,13 +407,12 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         return labels[0]
 
 
-def _not_a_key(key: object) -> str:
+def _not_a_key(key: object, names: Collection[str]) -> str:
     if isinstance(key, Layer):
         return not_its_label(key)
-    try:
-        hint = f"; a label has two numbers, such as (1, {operator.index(key)})"  # type: ignore[arg-type]  # tried
-    except TypeError:
-        hint = ""
+    if isinstance(key, nn.Module):
+        return f"the {type(key).__name__} that was given is no module of this network with a layer"
+    hint = f', here "{key}"' if str(key) in names else ""
     return f'{key!r} names no layer: write (1, 3), "1-3" or a qualified name{hint}'
 
 

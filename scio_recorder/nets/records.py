@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
 from scio_recorder.errors import LayerNotFoundError, MutationError
 from scio_recorder.layer import DepthIdx, describe, few, map_leaves, text_of
-from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.architecture import Architecture, nearest
 from scio_recorder.tensors.copies import dtype_name
 from scio_recorder.tensors.ownership import HeldTensor, holder
 
@@ -155,7 +155,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
 
     def __repr__(self) -> str:
         if not any(map(_holds_tensors, map(self._look, self._values))):
-            return repr(dict(self))
+            return repr(dict(self)) if self._values else f"{{}} ({self._explain_absence()})"
         rows = [str(self._architecture[label]) for label in list(self._values)[:_LISTED]]
         width = min(_WIDEST, max(map(len, rows)))
         lines = [
@@ -175,19 +175,38 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
 
     def _label(self, key: object) -> DepthIdx:
         """Resolve a key; the name of a module with several calls will do if only one is here."""
+        rows: Sequence[DepthIdx] = ()
         if isinstance(key, str):
-            own = [label for label in self._architecture.rows_of(key) if label in self._values]
-            if len(own) == 1:
-                return own[0]
+            rows = self._architecture.rows_of(key)
+        elif isinstance(key, nn.Module):
+            rows = self._architecture.calls(key)
+        own = [label for label in rows if label in self._values]
+        if len(own) == 1:
+            return own[0]
         return self._architecture.resolve(key)
 
     def _explain(self, label: DepthIdx) -> str:
         layer = self._architecture[label]
         if not self._values:
-            why = self.why_none or f"there is none of any layer yet. {_HOW.get(self._what, _RUN)}"
-            return f"there is no {self._what} of layer {layer}: {why}"
+            return f"there is no {self._what} of layer {layer}: {self._explain_absence()}"
         here = few(list(self._values), _SHOWN, text_of)
         return f"there is no {self._what} of layer {layer}; there is one of {here}"
+
+    def _explain_absence(self) -> str:
+        return self.why_none or f"there is none of any layer yet. {_HOW.get(self._what, _RUN)}"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            hint = nearest(name, [*dir(type(self)), *self._architecture.names])
+            if self._architecture.rows_of(name):
+                hint = f": write [{name!r}] in place of .{name}"
+            elif name == "activations":
+                hint = ': it holds them itself, so write recording["1-3"] or a name'
+            text = f"a {type(self).__name__} has no attribute {name!r}{hint}"
+            raise AttributeError(text, name=name, obj=self)
 
 
 class _Shown(str):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -112,6 +113,30 @@ def _name(module: nn.Module) -> str:
     return str(getattr(module, "original_name", type(module).__name__))
 
 
+def not_a_size(given: Any) -> str:
+    """Return the message about an ``input_size`` that is neither a tuple nor a list.
+
+    Examples
+    --------
+    >>> not_a_size("1,3,8,8")
+    "input_size='1,3,8,8' is no shape: write input_size=(1, 3, 8, 8), batch dimension included"
+    """
+    if isinstance(given, Tensor | np.ndarray):
+        return (
+            f"input_size is an input, not a shape: write input_data=, with what was given, or "
+            f"input_size={tuple(given.shape)}"
+        )
+    numbers = tuple(map(int, re.findall(r"\d+", str(given)))) or (3, 32, 32)
+    shape = numbers if len(numbers) > 1 and numbers[0] == 1 else (1, *numbers)
+    return f"input_size={given!r} is no shape: write input_size={shape}, batch dimension included"
+
+
+def _shown(given: Any) -> str:
+    if isinstance(given, np.ndarray):
+        return f"a NumPy array of shape {given.shape}"
+    return f"tensors of shape {shapes_of(describe(given))}" if tensors(given) else repr(given)[:300]
+
+
 def failed_run(net: nn.Module, keywords: Mapping[str, Any], cause: BaseException) -> str:
     """Return the message of a dry run that failed.
 
@@ -140,14 +165,19 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     given = "input_size" if keywords["input_data"] is None else "input_data"
     is_on_meta = given == "input_size" and any(one.is_meta for one in net.parameters())
     value, advice = keywords[given], _ADVICE["meta" if is_on_meta else given]
-    has_tensors = given == "input_data" and tensors(value)
-    shown = f"tensors of shape {shapes_of(describe(value))}" if has_tensors else repr(value)
     inputs = Inputs.of(tuple(value) if isinstance(value, list) else value)
     cast = inputs and cast_for(net, inputs, cause)
     if cast:
         advice = f"Probably {cast[1]}: convert it, as input_data=x.{cast[0]} does"
+    parts = (*inputs.args, *inputs.kwargs.values()) if inputs else (value,)
+    shown = _shown(value)
+    if any(isinstance(part, np.ndarray) for part in parts):
+        shown = ", ".join(map(_shown, parts))
+        advice = "Probably it takes tensors, not NumPy arrays: convert them by torch.from_numpy(x)"
+    if given == "input_size" and (len(parts) == 1 or (len(parts) == 3 and parts[0] in (1, 3))):
+        advice += f". For one sample of shape {parts}, write input_size={(1, *parts)}"
     return (
-        f"the dry run of {type(net).__name__} on {given}={shown[:300]} failed with "
+        f"the dry run of {type(net).__name__} on {given}={shown} failed with "
         f"{type(cause).__name__}: {cause}\n{advice}"
     )
 

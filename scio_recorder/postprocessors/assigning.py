@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -265,6 +266,11 @@ class Assigned:
             raise
         except Exception as error:
             where = f"the post-processor of layer {layer}"
+            if not _takes_one(function):
+                raise PostprocessorError(
+                    f"{where} takes other arguments than the layer's output, the only one that it "
+                    "is given: write a function of one argument, lambda output: ..."
+                ) from error
             raise raised_by(where, error, PostprocessorError) from error
         if result is None:
             result = output
@@ -278,16 +284,26 @@ class Assigned:
         after = _kinds(result)
         for (old, dtype), (new, other) in zip(before, after, strict=False):
             if old[:1] != new[:1]:
-                rows = [shape[0] if shape else None for shape in (new, old)]
                 raise PostprocessorError(
-                    f"the post-processor of layer {layer} returned {rows[0]} rows along dimension "
-                    f"0 where the layer returns {rows[1]}: it may change only the other dimensions"
+                    f"the post-processor of layer {layer} returned the shape {new} where the layer "
+                    f"returns {old}: it may change any dimension but the first, the batch's"
                 )
             if (old, dtype) != (new, other):
                 name = getattr(function, "__name__", repr(function))
                 change = f"the shape {old} to {new}" if old != new else f"{dtype} to {other}"
                 self._changes[f"{name} of layer {layer}"] = change
         return result
+
+
+def _takes_one(function: Postprocessor) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:
+        # Nothing is known about a function that is not written in Python.
+        return True
+    return True
 
 
 def _kinds(output: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:

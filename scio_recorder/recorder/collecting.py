@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from scio_recorder.capture.watch import AroundCalls, Passes, Watcher, why_not_called
 from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
 from scio_recorder.layer import few
+from scio_recorder.nets.architecture import nearest
 from scio_recorder.nets.records import LayerMapping, Records
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private, private_distributed
@@ -602,15 +603,20 @@ class Collecting:
         try:
             return super().__getattr__(name)  # type: ignore[misc]  # that of nn.Module
         except AttributeError as error:
+            from scio_recorder.recording import Recording
+
             net = self.__dict__.get("_modules", {}).get("_net")
-            if net is None or not hasattr(net, name):
+            if net is None or name.startswith("_"):
                 raise
-            raise AttributeError(
-                f"a Recorder has no {name}, but its network has: write rnet.net.{name}. Calls of "
-                "the network by other code are recorded inside `with rnet.watch() as passes:`",
-                name=name,
-                obj=self,
-            ) from error
+            hint = nearest(name, dir(type(self)))
+            if hasattr(net, name):
+                hint = (
+                    f", but its network has: write rnet.net.{name}. Calls of the network by other "
+                    "code are recorded inside `with rnet.watch() as passes:`"
+                )
+            elif hasattr(Recording, name):
+                hint = f", but a recording has: write rnet.collect(batches).{name}"
+            raise AttributeError(f"a Recorder has no {name}{hint}", name=name, obj=self) from error
 
 
 def _warn_of_calls_outside(layers: Sequence[Layer], *, has_base: bool) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import io
+import shutil
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self
@@ -14,7 +18,13 @@ from scio_recorder.capture.compiled import AroundCompiledRecorder
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import CopyPolicy, RecordOptions
 from scio_recorder.display.outline import Outline, Outlined, outline, visible
-from scio_recorder.errors import MissingInputError, SelectorTypeError, caught_as, warn
+from scio_recorder.errors import (
+    MissingInputError,
+    PostprocessorError,
+    SelectorTypeError,
+    caught_as,
+    warn,
+)
 from scio_recorder.layer import few, text_of
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.records import Records
@@ -49,6 +59,17 @@ def _given_one_net(construct: Callable[_Given, None]) -> Callable[_Given, None]:
         construct(*args, **kwargs)
 
     return checked
+
+
+def _refuse_mistaken(net: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a keyword that means ``activation_postproc``, which the network might ignore."""
+    for name in kwargs:
+        is_meant = "post" in name and "proc" in name
+        if is_meant and name not in inspect.signature(net.forward).parameters:
+            raise PostprocessorError(
+                f"{name}= would go to the network, whose forward takes no such argument: write "
+                "activation_postproc="
+            )
 
 
 class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
@@ -269,6 +290,8 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         """
         if torch.compiler.is_compiling():
             return self._forward_compiled(args, kwargs, activation_postproc, dont_record)
+        if kwargs:
+            _refuse_mistaken(self._net, kwargs)
         # Attributes of a module that are modules are found last, which takes a microsecond.
         net: Any = self._modules["_net"]
         run: Any = (self._capture if self._collected is None else self._collected).run
@@ -346,6 +369,19 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             f"Recorder instance for the following network\n{table}\n"
             f"Currently recording: {labels or None}\n{line}"
         )
+
+    def __str__(self) -> str:
+        """Return the table, or if it does not fit the terminal, that of rich."""
+        text = repr(self)
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if is_terminal else 0
+        if not width or len(text.split("\n", 2)[1]) <= width:
+            return text
+        from rich.console import Console
+
+        fitted = io.StringIO()
+        Console(file=fitted, width=width).print(self)
+        return fitted.getvalue().rstrip()
 
     def _outline(self) -> Outline:
         return outline("Recorder", list(self.architecture.values()), self.recording)

@@ -79,7 +79,7 @@ def test_keys_of_a_layer(key):
         ("9-1", ["9-1", "depths go from 0 to 2"]),
         ("haed", ["'haed'", "'head'"]),
         ("act", ["ambiguous", "2 calls", "1-2", "1-3"]),
-        (1, ["(1, 1)"]),
+        (1, ["1 names no layer", "write (1, 3)"]),
         (("1", 2), ["'1'"]),
         ((1, 2, 3), ["(1, 2, 3)"]),
         (None, ["None"]),

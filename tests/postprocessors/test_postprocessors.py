@@ -310,7 +310,7 @@ def test_dimension_0_keeps_its_length(form: str, rows: int) -> None:
 
     rnet = Recorder(nn.Sequential(Pair()), input_size=(1, 2))
     rnet.record("0")
-    with pytest.raises(PostprocessorError, match=rf"layer 1-1 0.*{rows} rows.*returns 3"):
+    with pytest.raises(PostprocessorError, match=rf"layer 1-1 0.*shape \({rows}, .*returns \(3, "):
         rnet(torch.ones(3, 2), activation_postproc=OnInput(other) if form == "input" else other)
     assert len(rnet.activations) == 0
 

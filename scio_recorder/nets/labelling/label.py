@@ -25,7 +25,7 @@ from scio_recorder.nets.labelling.torchinfo import (
     random_inputs,
 )
 from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.refusals import check_supported, failed_run
+from scio_recorder.nets.refusals import check_supported, failed_run, not_a_size
 from scio_recorder.nets.sharded import Following, is_sharded, mark, plain_type
 from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet
 from scio_recorder.nets.state.moment import preserved_rng
@@ -115,11 +115,8 @@ def _keywords(given: Mapping[str, Any]) -> dict[str, Any]:
         )
     if size is not None and data is not None:
         raise LabellingError("give either input_size= or input_data=, not both")
-    if isinstance(size, int | float):
-        raise LabellingError(
-            f"input_size={size!r} is a number, not a shape: write input_size=(1, {size:g}), batch "
-            "dimension included"
-        )
+    if size is not None and not isinstance(size, list | tuple):
+        raise LabellingError(not_a_size(size))
     if keywords["mode"] not in ("eval", "train"):
         raise LabellingError(f'mode={keywords["mode"]!r}: write "eval" or "train"')
     try:

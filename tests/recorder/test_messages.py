@@ -1,0 +1,182 @@
+"""What is written wrongly most often is answered with what to write instead."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import LabellingError, LayerNotFoundError, PostprocessorError, Recorder
+from scio_recorder.errors import RecorderError
+
+X = torch.ones(2, 3, 8, 8)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, **others: Any) -> Tensor:
+        out: Tensor = self.fc(self.norm(self.conv1(x)).mean((2, 3)))
+        return out
+
+
+@pytest.fixture
+def rnet() -> Recorder:
+    rnet = Recorder(Net().eval(), input_size=(1, 3, 8, 8))
+    rnet.record("conv1", "fc")
+    return rnet
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"input_size": "1,3,8,8"}, "write input_size=(1, 3, 8, 8)"),
+        ({"input_size": "3x8x8"}, "write input_size=(1, 3, 8, 8)"),
+        ({"input_size": "an image"}, "write input_size=(1, 3, 32, 32)"),
+        ({"input_size": X}, "write input_data=, with what was given, or input_size=(2, 3, 8, 8)"),
+        ({"input_size": X.numpy()}, "or input_size=(2, 3, 8, 8)"),
+        ({"input_size": 4}, "write input_size=(1, 4)"),
+        ({"input_size": (3, 8, 8)}, "one sample of shape (3, 8, 8), write input_size=(1, 3, 8, 8)"),
+        ({"input_data": X.numpy()}, "convert them by torch.from_numpy(x)"),
+        ({"input_data": (X.numpy(),)}, "input_data=a NumPy array of shape (2, 3, 8, 8) failed"),
+        ({"input_data": {"x": X.numpy()}}, "convert them by torch.from_numpy(x)"),
+        ({"input_data": X, "input_size": (1, 3, 8, 8)}, "either input_size= or input_data="),
+        ({"input_size": (1, 3, 8, 8), "mode": "evaluate"}, 'write "eval" or "train"'),
+        ({"input_size": (1, 3, 8, 8), "col_names": ["sizes"]}, "'sizes' is not a valid"),
+    ],
+)
+def test_inputs_for_labelling(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(LabellingError) as caught:
+        Recorder(Net(), **given)
+    assert says in str(caught.value)
+    # The numbers of an input are never shown.
+    assert "1., 1.," not in str(caught.value)
+
+
+def test_one_sample_is_not_guessed_at_other_sizes() -> None:
+    with pytest.raises(LabellingError) as caught:
+        Recorder(Net(), input_size=(2, 5, 8, 8))
+    assert "one sample" not in str(caught.value)
+
+
+@pytest.mark.parametrize("batch", [(X, torch.zeros(2)), [X, torch.zeros(2)]])
+def test_a_batch_in_place_of_its_inputs(rnet: Recorder, batch: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        rnet(batch)
+    assert "write rnet(batch[0])" in caught.value.__notes__[-1]
+    assert rnet.collect([batch], progress=False).num_samples == 2
+
+
+@pytest.mark.parametrize(
+    ("read", "says"),
+    [
+        (lambda rnet, made: rnet.activations.conv1, "write ['conv1'] in place of .conv1"),
+        (lambda rnet, made: rnet.activations.cnv1, "the closest name is 'conv1'"),
+        (lambda rnet, made: made.activations, 'it holds them itself, so write recording["1-3"]'),
+        (lambda rnet, made: made.reprot, "the closest names are 'report'"),
+        (lambda rnet, made: rnet.report, "a recording has: write rnet.collect(batches).report"),
+        (lambda rnet, made: rnet.colect, "the closest names are 'collect'"),
+        (lambda rnet, made: rnet.conv1, "write rnet.net.conv1"),
+        (lambda rnet, made: rnet.wxyz, "a Recorder has no wxyz"),
+    ],
+)
+def test_attributes_that_are_elsewhere(
+    rnet: Recorder, read: Callable[[Recorder, Any], Any], says: str
+) -> None:
+    recording = rnet.collect([X], progress=False)
+    with pytest.raises(AttributeError, match=re.escape(says)):
+        read(rnet, recording)
+
+
+def test_a_number_in_place_of_a_name() -> None:
+    net = nn.Sequential(nn.ReLU())
+    rnet = Recorder(net, input_size=(1, 2))
+    with pytest.raises(LayerNotFoundError, match=r'0 names no layer: .* here "0"$'):
+        rnet.activations[0]  # type: ignore[index]  # on purpose
+    with pytest.raises(LayerNotFoundError, match=r"or a qualified name$"):
+        rnet.activations[1]  # type: ignore[index]  # on purpose
+
+
+def test_a_module_is_a_key_where_it_has_one_layer(rnet: Recorder) -> None:
+    net: Any = rnet.net
+    rnet(X)
+    assert torch.equal(rnet.activations[net.fc], rnet.activations["fc"])
+    assert net.fc in rnet.activations
+    assert net.norm not in rnet.activations
+    assert rnet.architecture[net.norm].name == "norm"
+    with pytest.raises(LayerNotFoundError, match="ReLU that was given is no module"):
+        rnet.activations[nn.ReLU()]
+    shared = nn.ReLU()
+    twice = Recorder(nn.Sequential(shared, shared), input_size=(1, 2))
+    twice.record((1, 2))
+    twice(torch.ones(1, 2))
+    assert torch.equal(twice.activations[shared], torch.ones(1, 2))
+    twice.record("0")
+    twice(torch.ones(1, 2))
+    with pytest.raises(LayerNotFoundError, match="ambiguous: the module has 2 calls"):
+        twice.activations[shared]
+
+
+def test_records_of_a_forgotten_choice_say_so() -> None:
+    rnet = Recorder(Net(), input_size=(1, 3, 8, 8))
+    rnet(X)
+    assert repr(rnet.activations) == (
+        "{} (there is none of any layer yet. Choose layers with rnet.record(), then run the net "
+        "with rnet(x))"
+    )
+    assert "record(..., inputs=True)" in repr(rnet.inputs)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"postproc": torch.relu}, "write activation_postproc="),
+        ({"activation_postprocs": torch.relu}, "write activation_postproc="),
+        ({"activation_postproc": lambda module, args, output: output}, "one argument, lambda out"),
+        ({"activation_postproc": lambda output: output.mean()}, "shape () where the layer returns"),
+        ({"activation_postproc": lambda output: 1.0}, "returned a float where the layer returns"),
+    ],
+)
+def test_post_processors(rnet: Recorder, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(PostprocessorError, match=re.escape(says)) as caught:
+        rnet(X, **given)
+    assert isinstance(caught.value, RecorderError)
+
+
+def test_a_keyword_of_the_network_itself_is_its_own() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor, postprocess: bool = False) -> Tensor:
+            return -x if postprocess else x
+
+    rnet = Recorder(Own(), input_size=(1, 2))
+    assert rnet(torch.ones(1, 2), postprocess=True).tolist() == [[-1, -1]]
+
+
+@pytest.mark.parametrize("columns", [60, 400])
+def test_a_recorder_is_printed_as_wide_as_the_terminal(
+    rnet: Recorder, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert str(rnet) == repr(rnet)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    lines = str(rnet).splitlines()
+    assert (str(rnet) == repr(rnet)) == (columns == 400)
+    assert max(map(len, lines)) <= columns
+    assert any("conv1" in line for line in lines)
+
+
+def test_arrays_go_to_networks_that_take_them() -> None:
+    class Takes(nn.Module):
+        def forward(self, x: Any) -> Tensor:
+            return torch.from_numpy(x)
+
+    assert Recorder(Takes(), input_data=np.ones((1, 2))).architecture[0, 1].executed
