@@ -35,8 +35,8 @@ def mahalanobis(features: Tensor, statistics: CovarianceResult) -> Tensor:
     Raises
     ------
     CollectError
-        The features are not [samples, D], or the covariance is not finite (fewer than two rows
-        in every class, nan).
+        The features are not [samples, D], the statistics are those of flattened maps, or the
+        covariance is not finite (fewer than two rows in every class, nan).
 
     Notes
     -----
@@ -120,11 +120,22 @@ def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
 
 
 def _check(features: Tensor, width: int) -> None:
-    if features.dim() != 2 or features.shape[1] != width:
+    shape = list(features.shape)
+    if features.dim() == 2 and shape[1] == width:
+        return
+    own = shape[1] if features.dim() > 1 else 0
+    if own and width > own and width % own == 0:
         raise CollectError(
-            f"features of shape {list(features.shape)} don't fit statistics of {width} features; "
-            f"give [samples, {width}], made from the activations as for the statistics."
+            f"statistics of {width} features are probably those of whole activations, flattened, "
+            f"as of [samples, {own}, height, width]: they don't fit features of shape {shape}. "
+            f"Write Covariance(feature_dim=1) for statistics of {own} features, each position a "
+            f"sample, and give features [samples, {own}], such as activations.mean((2, 3)), or "
+            f"give activations.flatten(1), [samples, {width}]."
         )
+    raise CollectError(
+        f"features of shape {shape} don't fit statistics of {width} features; "
+        f"give [samples, {width}], made from the activations as for the statistics."
+    )
 
 
 def _whitening(covariance: Tensor) -> Tensor:

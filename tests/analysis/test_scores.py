@@ -104,6 +104,22 @@ def test_features_of_another_shape_are_an_error(shape: tuple[int, ...]) -> None:
             score(torch.zeros(shape), fitted)
 
 
+@pytest.mark.parametrize("shape", [(5, 4, 2, 3), (5, 4), (5, 4, 6)])
+def test_statistics_of_flattened_maps_are_refused(shape: tuple[int, ...]) -> None:
+    maps = torch.randn(80, 4, 2, 3)
+    flattened, by_position = Covariance(), Covariance(feature_dim=1)
+    flattened.update(maps)
+    by_position.update(maps)
+    found = flattened.compute()
+    for score, statistics in ((mahalanobis, found), (residual, found.principal(2))):
+        with pytest.raises(CollectError, match=r"^statistics of 24 .*Covariance\(feature_dim=1\)"):
+            score(torch.zeros(shape), statistics)
+    # What the message says to write.
+    pooled = maps[:5].mean((2, 3))
+    assert mahalanobis(pooled, by_position.compute()).shape == (5,)
+    assert mahalanobis(maps[:5].flatten(1), found).shape == (5,)
+
+
 def test_too_few_samples_are_an_error() -> None:
     one_each = statistics_of(torch.randn(3, 4), torch.arange(3))
     with pytest.raises(CollectError, match="two in one class"):
