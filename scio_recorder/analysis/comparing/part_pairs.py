@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.masked import MaskedTensor
 
 from scio_recorder.analysis.comparing.measures import dense
 from scio_recorder.layer import counted
 from scio_recorder.nets.records import Inputs
+from scio_recorder.tensors.copies import gathered, inner_tensors
 from scio_recorder.tensors.structures import tensors
 
 _PLAIN = bool | int | float | complex | str | bytes | range | slice | Enum | torch.dtype
@@ -125,7 +127,20 @@ def _walk(
         yield (*place, "padded"), dense(value)
         shapes = [part.shape for part in value.unbind()]
         yield (*place, "shapes"), torch.tensor(shapes, device="cpu")
-    elif isinstance(value, Tensor | _PLAIN):
+    elif isinstance(value, MaskedTensor):
+        # What is under the mask counts for nothing.
+        masked: Any = value
+        yield (*place, "values"), masked.to_tensor(0)
+        yield (*place, "mask"), masked.get_mask()
+    elif isinstance(value, Tensor):
+        # Other wrappers have their numbers in the tensors inside.
+        whole = gathered(value)
+        inside = inner_tensors(whole)
+        if inside[0] is whole:
+            yield place, whole
+        else:
+            yield from (((*place, number), one) for number, one in enumerate(inside))
+    elif isinstance(value, _PLAIN):
         yield place, value
     elif isinstance(value, np.ndarray | np.generic):
         try:

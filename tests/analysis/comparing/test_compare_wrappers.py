@@ -1,0 +1,123 @@
+"""Networks whose layers return tensors without memory of their own, and write to those inside."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.masked import masked_tensor
+
+from scio_recorder import Recorder, compare
+from scio_recorder.analysis.comparing.difference import Difference
+from tests.capture.test_wrapper_tensors import WRAPPERS
+
+BATCHES = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*MaskedTensors.*")
+        yield
+
+
+class Wrap(nn.Module):
+    def __init__(self, kind: str, factor: float) -> None:
+        super().__init__()
+        self.wrap, self.factor = WRAPPERS[kind][0], factor
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(x * self.factor)
+
+
+class Write(nn.Module):
+    """Writes to the tensor inside, which no counter of the wrapper shows."""
+
+    def __init__(self, kind: str, factor: float) -> None:
+        super().__init__()
+        self.inside, self.factor = WRAPPERS[kind][1], factor
+
+    def forward(self, whole: Any) -> Any:
+        self.inside(whole).mul_(self.factor)
+        return whole
+
+
+class Unwrap(nn.Module):
+    def __init__(self, kind: str, shift: float) -> None:
+        super().__init__()
+        self.inside, self.shift = WRAPPERS[kind][1], shift
+
+    def forward(self, whole: Any) -> Tensor:
+        return self.inside(whole) + self.shift
+
+
+def net(kind: str, fault: str = "") -> nn.Sequential:
+    factors = {"wrap": 2.0, "write": 3.0, "again": 0.5, "unwrap": 1.0}
+    if fault:
+        factors[fault] *= 1.25
+    made = nn.Sequential()
+    made.add_module("wrap", Wrap(kind, factors["wrap"]))
+    made.add_module("same", nn.Identity())
+    made.add_module("write", Write(kind, factors["write"]))
+    made.add_module("still", nn.Identity())
+    made.add_module("again", Write(kind, factors["again"]))
+    made.add_module("unwrap", Unwrap(kind, factors["unwrap"]))
+    return made
+
+
+def compared(kind: str, fault: str) -> Difference:
+    one, other = (Recorder(each, input_size=(4, 3)) for each in (net(kind), net(kind, fault)))
+    return compare(one, other, BATCHES, progress=False)
+
+
+@pytest.mark.parametrize("fault", ["", "wrap", "write", "again", "unwrap"])
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_who_writes_inside_makes_the_difference(kind: str, fault: str) -> None:
+    difference = compared(kind, fault)
+    first = difference.first
+    assert (first and first.layer.name) == (fault or None)
+    order = ["wrap", "same", "write", "still", "again", "unwrap"]
+    place = order.index(fault) if fault else len(order)
+    assert [difference[name].differs for name in order] == [at >= place for at in range(6)]
+    if first is None:
+        return
+    assert first.inputs_equal is True
+    # By hand, of the first number of the first batch.
+    numbers = {"wrap": 2.0, "write": 6.0, "again": 3.0}
+    x = BATCHES[0][0, 0]
+    wanted = x * 3.0 + 1.0 if fault == "unwrap" else x * numbers[fault]
+    assert first.reference == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_numbers_under_a_mask_do_not_count() -> None:
+    class Masked(nn.Module):
+        def __init__(self, masked: float, shift: float, place: int) -> None:
+            super().__init__()
+            self.masked, self.shift, self.place = masked, shift, place
+
+        def forward(self, x: Tensor) -> Any:
+            mask = torch.ones_like(x, dtype=torch.bool)
+            mask[:, self.place] = False
+            return masked_tensor(torch.where(mask, x + self.shift, self.masked), mask)
+
+    one, same, other, elsewhere = (
+        Recorder(nn.Sequential(Masked(*given)), input_size=(4, 3))
+        for given in ((7.0, 1.0, 2), (9.0, 1.0, 2), (7.0, 1.5, 2), (7.0, 1.0, 1))
+    )
+    assert compare(one, same, BATCHES).first is None
+    for side in (other, elsewhere):
+        first = compare(one, side, BATCHES).first
+        assert first is not None
+        assert (first.layer.name, first.sample_id) == ("0", 0)
