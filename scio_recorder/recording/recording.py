@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.layer import DepthIdx, TensorSpec, counted, text_of
+from scio_recorder.layer import DepthIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.recording.further_methods import FurtherMethods
 from scio_recorder.recording.loader import (
@@ -191,8 +191,7 @@ class Recording(FurtherMethods, Showing):
     def __repr__(self) -> str:
         layers = ", ".join(map(text_of, self))
         state = "" if self.complete else ", interrupted"
-        rows = f", {counted(self.num_rows, 'row')}" if self.has_rows else ""
-        return f"<Recording of {counted(self.num_samples, 'sample')}{rows}: {layers}{state}>"
+        return f"<{self._headline}: {layers}{state}>"
 
 
 def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Recording:

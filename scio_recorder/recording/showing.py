@@ -11,15 +11,17 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from scio_recorder.display.figure import LayerSummary, draw_depth, draw_histograms
-from scio_recorder.display.outline import Outline, Outlined, outline
+from scio_recorder.display.outline import Listed, Listing, Outline, Outlined, outline
 from scio_recorder.display.page import check_page, write_page
 from scio_recorder.display.recording_page import recording_page
 from scio_recorder.errors import ArgumentError, needing
-from scio_recorder.layer import DepthIdx
+from scio_recorder.layer import DepthIdx, counted
 from scio_recorder.recording.made_with import in_words
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.statistics import summarise
+from scio_recorder.reductions.base import several
 from scio_recorder.tensors.arguments import whole
+from scio_recorder.tensors.copies import dtype_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,8 +36,27 @@ FRAME_COLUMNS = (
 _WHOLE_NUMBERS = ("bytes", "nan", "inf", "units", "dead", "saturated")
 
 
-class Showing(Outlined, Readable):
+class Showing(Outlined, Listed, Readable):
     """The methods by which a recording shows itself."""
+
+    @property
+    def _headline(self) -> str:
+        rows = f", {counted(self.num_rows, 'row')}" if self.has_rows else ""
+        return f"Recording of {counted(self.num_samples, 'sample')}{rows}"
+
+    def _listing(self) -> Listing:
+        """Return what ``print`` shows: the name of each layer, and the shape of what is kept."""
+        rows = []
+        for layer in map(self._architecture.__getitem__, self._chosen(None)):
+            kept = ", ".join(map(repr, several(self._reductions.get(layer.label, []))))
+            if not kept:
+                values = self[layer.label]
+                kept = f"{list(values.shape)} {dtype_name(values.dtype)}"
+            rows.append((str(layer.label), layer.name, layer.type_name, kept))
+        place = "" if self.path is None else f", in {self.path}"
+        state = "" if self.complete else ", interrupted"
+        names = "Label", "Name", "Type", "Kept"
+        return Listing(f"{self._headline}{place}{state}", names, (), rows)
 
     def plot(
         self,

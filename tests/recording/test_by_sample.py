@@ -185,6 +185,7 @@ def test_without_rows_a_sample_is_a_row(tmp_path):
 def test_repr_and_reduced_layers():
     recording = write(Device(), PADDED)
     assert repr(recording) == "<Recording of 6 samples, 9 rows: 1-1, 1-2>"
+    assert str(recording).splitlines()[0] == "Recording of 6 samples, 9 rows"
     rnet = recorder()
     reduced = rnet.collect([torch.randn(2, 3, 4)], reduce=Mean())
     with pytest.raises(ArgumentError, match=r"no rows of 1-1 0 \(Linear\): collect without reduce"):

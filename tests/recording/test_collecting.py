@@ -491,3 +491,21 @@ def test_a_recorder_that_is_copied_in_the_block_is_in_none() -> None:
         twin.record("second")
         net(torch.ones(1, 4))
     assert collection.recording.num_samples == 1
+
+
+def test_printing_a_recording_names_layers_and_says_what_is_kept(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    rnet = Recorder(net, input_size=(1, 4))
+    rnet.record("0", "1")
+    data = [torch.randn(3, 4), torch.randn(2, 4)]
+    options = {"reduce": {"1": [reductions.Mean(), reductions.Max()]}, "dtype": torch.bfloat16}
+    rnet.collect(data, store=f"disk:{tmp_path}/run", **options)
+    for recording in (rnet.collect(data, **options), open_recording(tmp_path / "run")):
+        title, *lines = str(recording).splitlines()
+        where = f", in {tmp_path}/run" if recording.path else ""
+        assert title == f"Recording of 5 samples{where}"
+        assert [line.split() for line in lines] == [
+            ["Label", "Name", "Type", "Kept"],
+            ["1-1", "0", "Linear", "[5,", "8]", "bfloat16"],
+            ["1-2", "1", "ReLU", "Mean(),", "Max()"],
+        ]
