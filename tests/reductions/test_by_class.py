@@ -75,6 +75,23 @@ def test_covariance_is_pooled_within_classes(plan: Plan, feature_dim: int | None
     assert (result.covariance.double() - exact).abs().max() <= 1e-6 * exact.max()
 
 
+def test_classes_in_blocks_that_end_inside_batches() -> None:
+    data = torch.cat([torch.randn(20000, 2) + 50, torch.randn(9000, 2) - 50])
+    labels = ["left" if x < 0 else "right" for x in data[:, 0].tolist()]
+    covariance = Covariance(by=by)
+    for start in range(0, len(data), 3001):
+        end = start + 3001
+        covariance.update(data[start:end], (data[start:end], labels[start:end]))
+    count, mean, pooled = covariance.compute()
+    scatter = np.zeros((2, 2))
+    for label in ("left", "right"):
+        own = data[[one == label for one in labels]].double().numpy()
+        assert count[label] == len(own)
+        np.testing.assert_allclose(mean[label].numpy(), own.mean(0), rtol=1e-6)
+        scatter += np.cov(own.T) * (len(own) - 1)
+    np.testing.assert_allclose(pooled.numpy(), scatter / (len(data) - 2), rtol=1e-5, atol=1e-5)
+
+
 def test_principal_space_within_classes() -> None:
     covariance = Covariance(by=by)
     # Classes far apart: only the spread within each may show.
