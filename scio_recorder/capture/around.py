@@ -194,11 +194,7 @@ class Around:
 
     def take_from(self, module: nn.Module) -> None:
         """Leave the place of a module's call, or of those around which others stand."""
-        with _CHANGING_CALLS:
-            if private.compiled_call(module) is self:
-                private.set_compiled_call(module, self.inner)
-            else:
-                take_out(module, lambda call: call is self)
+        take_out(module, lambda call: call is self)
 
 
 class AroundPlain(Around):

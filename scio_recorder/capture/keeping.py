@@ -24,7 +24,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ LEARN, REFERENCE, BARE, COPY = range(4)
 # The two things of each event that have a kind.
 OUTPUT, INPUT = range(2)
 
+_Kinds: TypeAlias = "tuple[list[int], list[int]]"
 _training = operator.itemgetter("training")
 
 
@@ -80,46 +81,42 @@ class Settings:
         )
 
 
-class Keeping:
-    """The kinds of all events in one setting; replaced, never changed, when more is learned."""
-
-    __slots__ = ("fast", "is_fast", "kinds")
-
-    def __init__(self, program: Program, kinds: tuple[list[int], list[int]]) -> None:
-        self.kinds = kinds
-        options = program.options
-        is_simple = not (options.inputs or options.gradients or options.offload)
-        self.fast = [
-            is_simple
-            and all(
-                kinds[OUTPUT][at] == BARE and program.labels[at] is not None for at in positions
-            )
-            for positions in program.positions
-        ]
-        self.is_fast = all(self.fast)
-
-
 class Setting:
-    """The knowledge about a network in one setting; it improves from pass to pass."""
+    """The knowledge about a network in one setting; it improves from pass to pass.
+
+    Attributes
+    ----------
+    kinds : pair of list of int
+        The kinds of outputs and of inputs by position; replaced, never changed, when more is known.
+    fast : list of bool
+        For each module, whether a hook need only note its output.
+    """
 
     def __init__(self, program: Program) -> None:
         self._program = program
         kind = REFERENCE if program.options.copy == "never" else LEARN
-        kinds = [kind] * len(program.expected), [kind] * len(program.expected)
-        self.keeping = Keeping(program, kinds)
+        self.kinds = [kind] * len(program.expected), [kind] * len(program.expected)
+        self.fast = [False] * len(program.modules)
+        self.is_fast = False
 
-    def learn(self, before: Keeping, seen: Iterable[tuple[int, int, int]]) -> None:
+    def learn(self, before: _Kinds, seen: Iterable[tuple[int, int, int]]) -> None:
         """Keep from now on as a pass has shown: OUTPUT or INPUT, position and kind."""
-        kinds = list(before.kinds[OUTPUT]), list(before.kinds[INPUT])
+        kinds = list(before[OUTPUT]), list(before[INPUT])
         for what, position, kind in seen:
             kinds[what][position] = max(kinds[what][position], kind)
         # Another thread may have learned more in the meantime.
-        if kinds != before.kinds and before is self.keeping:
-            self.keeping = Keeping(self._program, kinds)
+        if kinds != before and before is self.kinds:
+            options, labels = self._program.options, self._program.labels
+            is_simple = not (options.inputs or options.gradients or options.offload)
+            self.fast = [
+                is_simple and all(kinds[OUTPUT][at] == BARE and labels[at] for at in positions)
+                for positions in self._program.positions
+            ]
+            self.kinds, self.is_fast = kinds, all(self.fast)
 
     def copy(self, what: int, label: DepthIdx) -> None:
         """Copy a layer's output or inputs, from the next pass on."""
-        self.learn(self.keeping, [(what, self._program.labels.index(label), COPY)])
+        self.learn(self.kinds, [(what, self._program.labels.index(label), COPY)])
 
 
 class KeptTensor:

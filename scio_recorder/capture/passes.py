@@ -75,7 +75,7 @@ class Pass:
     ) -> None:
         self.program = program
         self.setting = setting
-        self.keeping = setting.keeping
+        self.kinds = setting.kinds
         self.posts = posts
         self.records_outputs = records_outputs
         self._sink = sink
@@ -86,8 +86,8 @@ class Pass:
         self._left = len(program.order) if stops and program.counts_calls else None
         options = program.options
         is_simple = not posts.acts and records_outputs and sink is None and not stops
-        self.fast = self.keeping.fast if is_simple else program.never_fast
-        self.is_fast = is_simple and self.keeping.is_fast
+        self.fast = setting.fast if is_simple else program.never_fast
+        self.is_fast = is_simple and setting.is_fast
         # The receivers to which hooks hand outputs directly, by module.
         self.receivers = program.no_receivers
         is_kept = records_outputs or options.inputs or options.gradients
@@ -178,7 +178,7 @@ class Pass:
         elif self.program.options.offload:
             kept = offload(value)
         else:
-            kinds = {self.keeping.kinds[INPUT][at] for at in self.program.positions[index]}
+            kinds = {self.kinds[INPUT][at] for at in self.program.positions[index]}
             kept, _ = keep(value, LEARN if LEARN in kinds else max(kinds), self._copied)
         is_noted = self._sink is None and self.program.options.notes_moments
         moment = LiveMoment.of(module, value) if is_noted else None
@@ -220,7 +220,7 @@ class Pass:
         else:
             _refuse_unkeepable(output, self.program.architecture[label])
             # A value that a sink receives at the end of the pass must not have changed by then.
-            kind = COPY if self._sink is not None else self.keeping.kinds[OUTPUT][position]
+            kind = COPY if self._sink is not None else self.kinds[OUTPUT][position]
             kept, on_graph = keep(output, kind, self._copied, handed)
             rebuild = kept.rebuild
         if options.gradients:
@@ -270,14 +270,14 @@ class Pass:
             return
         events = [(OUTPUT, *event) for event in zip(self._positions, self.log[1::3], strict=True)]
         events += [(INPUT, *event) for event in self._inputs]
-        kinds, lasting = self.keeping.kinds, set()
+        kinds, lasting = self.kinds, set()
         if LEARN in (*kinds[OUTPUT], *kinds[INPUT]):
             # Batch norm and fused optimisers write to buffers and parameters without a new version.
             root = self.program.architecture[0, 1].module
             own = [] if root is None else [*root.buffers(), *root.parameters()]
             lasting = {memory for tensor in own for memory in memories_of(tensor)}
         self.setting.learn(
-            self.keeping,
+            kinds,
             [
                 (what, position, kept.next_kind(kinds[what][position], lasting))
                 for what, position, kept in events
