@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import sys
@@ -45,14 +46,17 @@ def made_with(net: nn.Module) -> dict[str, Any]:
         "numpy": _version("numpy"),
         package: _version(package),
     }
-    attention = getattr(getattr(net, "config", None), "_attn_implementation", None)
+    attention = None
+    # A configuration may be anything, and raise anything.
+    with contextlib.suppress(Exception):
+        attention = getattr(net, "config", None)._attn_implementation  # type: ignore[union-attr]
     parameters = list(net.parameters())
     found = {
         **versions,
         "net": f"{kind.__module__}.{kind.__qualname__}",
         "dtypes": sorted({str(one.dtype).removeprefix("torch.") for one in parameters}),
         "devices": sorted({str(one.device) for one in parameters}),
-        "attention": attention if isinstance(attention, str) else None,
+        "attention": str(attention) if isinstance(attention, str | dict) else None,
         "training": net.training,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }

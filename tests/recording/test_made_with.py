@@ -93,6 +93,10 @@ def test_a_net_of_no_package_without_attention() -> None:
     class Own(nn.ReLU):
         __module__ = "__main__"
 
+        @property
+        def config(self) -> Any:
+            raise RuntimeError("not yet")
+
     rnet = Recorder(nn.ReLU(), input_size=(2, 3))
     rnet.record("*")
     recording = rnet.collect(BATCHES)
