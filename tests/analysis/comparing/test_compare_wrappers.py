@@ -48,9 +48,12 @@ class Write(nn.Module):
     def __init__(self, kind: str, factor: float) -> None:
         super().__init__()
         self.inside, self.factor = WRAPPERS[kind][1], factor
+        # Of half of the kinds, the tensor inside does not count the write either.
+        self.is_counted = kind in ("own", "masked", "sharded")
 
     def forward(self, whole: Any) -> Any:
-        self.inside(whole).mul_(self.factor)
+        inner = self.inside(whole)
+        (inner if self.is_counted else inner.data).mul_(self.factor)
         return whole
 
 
