@@ -16,6 +16,9 @@ from scio_recorder.display.outline import address_of, asset, call_text, searched
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import Layer
 
+# Characters of a fact that is no figure.
+_LONG = 40
+
 
 def page_html(
     title: str,
@@ -43,19 +46,23 @@ def page_html(
     (True, False)
     """
     links = (f'<li><a href="#h-{name.lower()}">{name}</a></li>' for name in sections)
-    named = (f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in facts)
     bodies = [_section(name, "".join(pieces)) for name, pieces in sections.items()]
     first = "".join(f"<li>{warning}</li>" for warning in warnings)
     return Template(asset("page.html")).substitute(
         title=text(title),
         style=asset("page.css") + asset("tree.css"),
         contents="".join(links),
-        facts="".join(named),
+        facts="".join(_fact(name, value) for name, value in facts),
         warnings=_section("Look at this first", f"<ul>{first}</ul>", "warning") if first else "",
         sections="\n".join(bodies),
         tree_script=asset("tree.js"),
         page_script=asset("page.js"),
     )
+
+
+def _fact(name: str, value: str) -> str:
+    kind = ' class="long"' * (len(value) > _LONG)
+    return f"<div{kind}><dt>{text(name)}</dt><dd>{text(value)}</dd></div>"
 
 
 def _section(name: str, body: str, kind: str = "") -> str:
@@ -75,6 +82,11 @@ class Column(NamedTuple):
     kind: str = ""
     """The class of the cells in the style sheet, if they are long."""
 
+    @property
+    def heading(self) -> str:
+        """The heading in HTML, which says by its class whether rows are sorted by numbers."""
+        return _heading(self.name, "text" if self.values is None else self.kind or "number")
+
     def cell(self, place: int) -> str:
         """Return a cell in HTML; nothing and NaN come last in an order."""
         shown, number = text(self.texts[place]), None if self.values is None else self.values[place]
@@ -88,7 +100,9 @@ class Column(NamedTuple):
         return f'<td class="{self.kind or "number"}" data-value="{key}">{shown}</td>'
 
 
-def table_html(what: str, layers: Sequence[Layer], columns: Sequence[Column]) -> Iterator[str]:
+def table_html(
+    what: str, layers: Sequence[Layer], columns: Sequence[Column], urgent: Collection[str] = ()
+) -> Iterator[str]:
     """Yield a table that can be sorted and searched.
 
     Parameters
@@ -99,6 +113,9 @@ def table_html(what: str, layers: Sequence[Layer], columns: Sequence[Column]) ->
         The layers, in the order of rows at first.
     columns : sequence of Column
         The columns behind those that name the layer; those without any text are left out.
+    urgent : collection of str, optional
+        The columns that come before the name where they alarm, since a narrow screen shows only the
+        first ones.
 
     Returns
     -------
@@ -116,13 +133,17 @@ def table_html(what: str, layers: Sequence[Layer], columns: Sequence[Column]) ->
     yield '<p class="quiet scrolls" aria-hidden="true">Scroll sideways for more columns &rarr;</p>'
     # Focusable, so that it can be scrolled by keyboard.
     yield f'<div class="table" tabindex="0" role="region" aria-label="{what}"><table><thead><tr>'
-    names = ("Name", "Type", *(column.name for column in shown))
-    numeric = {column.name for column in shown if column.values is not None}
-    yield _heading("Layer", "place", "ascending")
-    yield from (_heading(name, "number" if name in numeric else "text") for name in names)
-    yield "</tr></thead><tbody>\n"
+    first = [column for column in shown if column.alarms and column.name in urgent]
+    others = [column for column in shown if column not in first]
+    yield _heading("Layer", "place", "ascending") + "".join(one.heading for one in first)
+    yield _heading("Name", "text") + _heading("Type", "text")
+    yield "".join(one.heading for one in others) + "</tr></thead><tbody>\n"
     for place, layer in enumerate(layers):
-        yield _layer_cells(place, layer) + "".join(one.cell(place) for one in shown) + "</tr>\n"
+        label = text(str(layer.label))
+        yield f'<tr id="layer-{label}" data-search="{searched(layer)}">'
+        yield f'<th scope="row" data-value="{place}">{label}</th>'
+        yield "".join(one.cell(place) for one in first) + _name_cells(layer)
+        yield "".join(one.cell(place) for one in others) + "</tr>\n"
     yield "</tbody></table></div>"
 
 
@@ -131,15 +152,9 @@ def _heading(name: str, kind: str, order: str = "none") -> str:
     return f'<th scope="col" class="{kind}" aria-sort="{order}">{button}</th>'
 
 
-def _layer_cells(place: int, layer: Layer) -> str:
-    """Return the start of a row and its first three cells: label, name and type of a layer."""
-    label, name = text(str(layer.label)), text(layer.name)
-    return (
-        f'<tr id="layer-{label}" data-search="{searched(layer)}">'
-        f'<th scope="row" data-value="{place}">{label}</th>'
-        f'<td class="name tail" title="{name}">{name_html(layer.name, layer)}</td>'
-        f"<td><bdi>{text(layer.type_name)}</bdi></td>"
-    )
+def _name_cells(layer: Layer) -> str:
+    name = f'<td class="name tail" title="{text(layer.name)}">{name_html(layer.name, layer)}</td>'
+    return f"{name}<td><bdi>{text(layer.type_name)}</bdi></td>"
 
 
 def name_html(name: str, layer: Layer) -> str:

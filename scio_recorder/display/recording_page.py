@@ -90,9 +90,10 @@ def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
     if not layers:
         yield "<p>No layer was recorded.</p>"
         return
-    # What is wrong comes first: a narrow screen shows only the first columns.
-    columns = sorted(_columns(layers), key=lambda one: not (one.alarms and one.name in _FAULTS))
-    yield from page.table_html("Statistics of layers", [one.layer for one in layers], columns)
+    # Faults are shown only where there are any.
+    columns = [one for one in _columns(layers) if one.alarms or one.name not in ("NaN", "Inf")]
+    rows = [one.layer for one in layers]
+    yield from page.table_html("Statistics of layers", rows, columns, _FAULTS)
 
 
 def _columns(layers: Sequence[LayerSummary]) -> list[Column]:
@@ -136,28 +137,34 @@ def _histograms(layers: Sequence[LayerSummary]) -> Iterator[str]:
         )
     else:
         yield "<p>There are no values to draw.</p>"
-    yield '<div class="grid">'
-    for summary in layers:
-        if summary.bars is not None:
-            yield _figure(summary)
-    yield "</div>"
+    same: dict[str, list[LayerSummary]] = {}
+    for one in layers:
+        if one.bars is not None:
+            # Layers that only hand on their input, as Identity and a container of one layer do.
+            same.setdefault(repr((one.values, one.bars)), []).append(one)
+    yield f'<div class="grid">{"".join(map(_figure, same.values()))}</div>'
 
 
-def _figure(summary: LayerSummary) -> str:
-    bars, layer = summary.bars, summary.layer
+def _figure(drawn: Sequence[LayerSummary]) -> str:
+    """Return the histogram of layers that have the same values."""
+    bars, layers = drawn[0].bars, [one.layer for one in drawn]
     assert bars is not None
+    layer = layers[0]
     name = layer.name or layer.type_name
     said = f"Histogram of layer {layer.label}, {sum(bars.counts):,} values"
     said += f" from {page.number_text(bars.low)} to {page.number_text(bars.high)}"
     sides = ((bars.below, "below"), (bars.above, "above"))
     told = [f"{count:,} {side} this range" for count, side in sides if count]
+    others = ", ".join(map(page.link_html, layers[1:]))
     return (
-        f'<figure data-search="{searched(layer)}"><figcaption title="{text(name)}">'
+        f'<figure data-search="{" ".join(map(searched, layers))}"><figcaption title="{text(name)}">'
         f'<a href="{address_of(layer)}">{layer.label}</a> '
         f'<span class="tail">{page.name_html(name, layer)}</span></figcaption>'
         + bars_svg(bars, f'role="img" aria-label="{text(said)}"')
         + f'<div class="axis"><span>{page.number_text(bars.low)}</span>'
-        f"<span>{page.number_text(bars.high)}</span></div><p>{', '.join(told)}</p></figure>"
+        f"<span>{page.number_text(bars.high)}</span></div><p>{', '.join(told)}</p>"
+        + (f'<p class="same">The same values: {others}</p>' if others else "")
+        + "</figure>"
     )
 
 

@@ -324,6 +324,22 @@ def test_columns_without_any_text_are_left_out(tmp_path: Path) -> None:
     assert "Saturated" not in table_of(text(of(samples), tmp_path))[0]
 
 
+def test_layers_of_the_same_values_share_a_histogram(tmp_path: Path) -> None:
+    layers = [nn.Dropout(), nn.ReLU(), nn.Identity(), nn.Sequential(nn.Tanh()), nn.Flatten()]
+    net = nn.Sequential(*layers).eval()
+    rnet = Recorder(net, input_size=(1, 3, 2))
+    rnet.record("*")
+    recording = rnet.collect([torch.randn(9, 3, 2)], progress=False)
+    html = text(recording, tmp_path)
+    figures = [re.sub(r"<svg.*?</svg>", "", one) for one in re.findall("<figure.*?</figure>", html)]
+    labels = [re.findall(r'href="#layer-([\d-]+)"', one) for one in figures]
+    # By the net: ReLU changes what Dropout hands on, and Tanh what Identity does.
+    assert labels == [["1-1"], ["1-2", "1-3"], ["2-1", "1-4", "1-5", "0-1"]]
+    for drawn, html in zip(labels, figures, strict=True):
+        searched = html.partition('data-search="')[2].partition('"')[0]
+        assert all(label in searched.split() for label in drawn)
+
+
 def test_values_outside_the_histogram_are_told(tmp_path: Path) -> None:
     samples = torch.zeros(8, 9000)
     samples[:, ::100] = 9.0
@@ -335,7 +351,7 @@ def test_values_outside_the_histogram_are_told(tmp_path: Path) -> None:
 
 def test_what_is_wrong_comes_first(tmp_path: Path) -> None:
     page = small_recording().report(tmp_path / "page.html").read_text(encoding="utf-8")
-    assert list(table_of(page)[0])[3:6] == ["NaN", "Inf", "Dead"]
+    assert list(table_of(page)[0])[:5] == ["Layer", "NaN", "Inf", "Dead", "Name"]
     warnings = page.partition("Look at this first")[2].partition("</section>")[0]
     said = [re.sub(r"<.*?>", "", one) for one in re.findall(r"<li>.*?</li>", warnings)]
     assert said[0].startswith("1-3 2: ")
@@ -345,7 +361,9 @@ def test_what_is_wrong_comes_first(tmp_path: Path) -> None:
     rnet = Recorder(nn.Sequential(nn.ReLU(), nn.Linear(3, 2)), input_size=(1, 3))
     rnet.record("*")
     page = rnet.collect([torch.rand(9, 3) + 0.1]).report(tmp_path / "well.html").read_text()
-    assert list(table_of(page)[0])[3:5] == ["Mean", "Std"]
+    columns = list(table_of(page)[0])
+    assert columns[:5] == ["Layer", "Name", "Type", "Mean", "Std"]
+    assert not {"NaN", "Inf"} & set(columns)
     assert "Look at this first" not in page
 
 

@@ -329,7 +329,9 @@ def _columns(found: Difference) -> list[Column]:
     ids = [one.first_sample_id for one in layers]
     columns = [
         Column("Candidate", [] if names == [one.name for one in layers] else names),
-        Column("Differs", marks),
+        Column(
+            "Differs", marks, alarms={place for place, one in enumerate(marks) if one == "first"}
+        ),
         Column("Inputs", [_INPUTS[one.inputs_equal] for one in layers]),
         *(_figures(name, [getattr(one, key) for one in layers]) for name, key in _FIGURES.items()),
         Column(
@@ -397,7 +399,7 @@ def _page(found: Difference, title: str | None) -> str:
     sections = {
         "Result": _result(found),
         "Architecture": tree_html(replace(found._outline(), title=found.count), links=True),
-        "Layers": table_html("Differences of layers", compared, _columns(found)),
+        "Layers": table_html("Differences of layers", compared, _columns(found), ["Differs"]),
         "Definitions": [asset("difference-words.html")],
     }
     return page_html(
