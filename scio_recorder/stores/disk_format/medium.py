@@ -41,19 +41,26 @@ def accessing(path: str) -> Iterator[None]:
     except RecordingError:
         raise
     except OSError as cause:
-        linked = cause.errno == errno.ELOOP
-        reason = "is a link, and links are not followed" if linked else cause.strerror or cause
-        error = RecordingError(f"{path}: {reason}")
-        error.errno = cause.errno
-        raise error from cause
+        raise _explained(path, cause) from cause
+
+
+def _explained(path: str, cause: OSError) -> RecordingError:
+    linked = cause.errno == errno.ELOOP
+    reason = "is a link, and links are not followed" if linked else cause.strerror or cause
+    error = RecordingError(f"{path}: {reason}")
+    error.errno = cause.errno
+    return error
 
 
 @contextmanager
 def parsing(path: str) -> Iterator[None]:
     """Raise errors that a damaged or hostile file causes in the block as a `RecordingError`."""
     try:
-        with accessing(path):
-            yield
+        yield
+    except RecordingError:
+        raise
+    except OSError as cause:
+        raise _explained(path, cause) from cause
     # A file may contain any type at any place, so reading it can fail in any of these ways. Such a
     # block contains only the parsing of one file.
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as cause:

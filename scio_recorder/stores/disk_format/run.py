@@ -222,10 +222,11 @@ def scan(medium: Medium, rank: int | None = None) -> Run:
         counts = _counted(medium, run.description, names)
     read = partial(_read_rank, medium, run, names=names, counts=counts)
     for_each(read, ranks, medium.num_readers)
-    if names is not None:
-        # A manifest states facts about commits, which are compared when data is read.
-        missing = [chunk for chunk in run.all_chunks() if chunk.name not in names]
-        for_each(attrgetter("file"), missing, medium.num_readers)
+    # Manifests state facts about commits. Those of many ranks are compared when data is read.
+    looked_at = [
+        one for one in run.all_chunks() if len(ranks) == 1 or one.name not in (names or ())
+    ]
+    for_each(attrgetter("file"), looked_at, medium.num_readers)
     return run
 
 

@@ -131,7 +131,7 @@ def test_chunks_that_changed_places(run):
     first.write_bytes(second.read_bytes())
     second.write_bytes(kept)
     with pytest.raises(RecordingError, match=r"chunk-00000-00000000.* does not belong here"):
-        check_contents(run)
+        RunReader(run)
 
 
 def test_data_of_another_recording(run):
@@ -162,7 +162,6 @@ def test_a_chunk_that_is_replaced_while_it_is_read(run, tmp_path):
     # As it could be written again by a run that was resumed from an older copy.
     make_run(tmp_path / "other", finish=False)
     with RunReader(run) as reader:
-        reader.read("1-1", 0, 1)
         shutil.copy(find(tmp_path / "other", f"{CHUNK}0.safetensors"), run)
         with pytest.raises(RecordingError, match="was replaced since it was opened"):
             reader.read("1-1", 0, 3)
