@@ -182,6 +182,11 @@ class Lease:
         except FileExistsError:
             # It may be ours: a request can succeed without an answer.
             return holder_of(self._medium, name).get("token") == self._token
+        except FileNotFoundError:
+            # Whoever finds all parts complete clears their leases away.
+            if not self._medium.has(manifest_name(self.part)):
+                raise
+            return False
         return True
 
     def _unlink(self, number: int) -> None:
@@ -259,8 +264,6 @@ class Claims:
         self._done: set[int] = set()
         self._free: list[int] = []
         self._leases: dict[int, _Newest] = {}
-        # Parts that this worker has put off for now.
-        self.later: set[int] = set()
         self._failures = 0
         self._look()
 
@@ -356,18 +359,19 @@ class Claims:
             for part, number in newest_leases(times).items()
             if part < self.num_parts and part not in self._done
         }
-        taken = self._done | self.later | self._leases.keys()
+        taken = self._done | self._leases.keys()
         self._free = [part for part in range(self.num_parts) if part not in taken]
         self._dice.shuffle(self._free)
 
     def _times(self) -> tuple[float, dict[str, float]]:
         """Return the time by the clock of the store, and when each lease was put."""
         name = f"{PREFIX}clock-{uuid.uuid4().hex}"
-        self._medium.claim(name, b"")
         try:
+            # Whoever finds all parts complete clears it away, perhaps before it is in place.
+            with suppress(FileNotFoundError):
+                self._medium.claim(name, b"")
             times = self._medium.times(PREFIX)
         finally:
             with suppress(OSError):
                 self._medium.unlink(name)
-        # Whoever puts the recording together clears it away.
         return times.get(name, -math.inf), times

@@ -198,7 +198,7 @@ class Parts:
         return opened(reader, pattern.layers.reductions)
 
     def _take_all(self, claims: Claims, *, wait: bool) -> None:
-        shown, busy_at = 0, time.monotonic()
+        shown, busy_at, empty = 0, time.monotonic(), set[int]()
         while not claims.is_finished:
             with accessing(self._medium.path):
                 lease = claims.take()
@@ -206,30 +206,30 @@ class Parts:
             shown = claims.num_done
             if lease is not None:
                 with holding(lease):
-                    self._do(claims, lease)
-                busy_at = time.monotonic()
-                continue
-            if self._medium.has(DESCRIPTION_NAME):
-                if not wait and not claims.later:
-                    return
-                # By now there is a recording to which empty parts can belong.
-                claims.later.clear()
-            elif len(claims.later) == self.num_parts:
-                raise CollectError(
-                    f"all {self.num_parts} parts are empty: make_batches(part) gave no batch to "
-                    "run the net on"
-                )
+                    is_done = self._do(claims, lease)
+                if is_done:
+                    busy_at = time.monotonic()
+                    continue
+                empty.add(lease.part)
+                if len(empty) == self.num_parts:
+                    raise CollectError(
+                        f"all {self.num_parts} parts are empty: make_batches(part) gave no batch "
+                        "to run the net on"
+                    )
+            elif not wait and self._medium.has(DESCRIPTION_NAME):
+                return
             pause = max(_FIRST_PAUSE, (time.monotonic() - busy_at) / 8)
             time.sleep(min(pause, _LONGEST_PAUSE) * random.uniform(0.5, 1.0))
 
-    def _do(self, claims: Claims, lease: Lease) -> None:
+    def _do(self, claims: Claims, lease: Lease) -> bool:
+        """Collect a part; return False if it is empty and there is no recording yet."""
         try:
             with _naming_part(lease.part):
                 self._run(lease.part, self._batches(lease.part), lease)
         except EmptyPartError:
-            claims.later.add(lease.part)
-        else:
-            claims.done(lease.part)
+            return False
+        claims.done(lease.part)
+        return True
 
     def _check_complete(self) -> None:
         """Refuse data of another length if all was complete before, by the first and last part."""

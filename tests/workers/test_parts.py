@@ -285,6 +285,15 @@ def test_threads_that_come_late_and_start_twice(tmp_path):
         check(recording, tmp_path / "run")
 
 
+def test_a_folder_that_is_removed_meanwhile_ends_the_work(tmp_path):
+    def batches_of(part: int) -> Any:
+        shutil.rmtree(tmp_path / "run")
+        return data_of(part)
+
+    with pytest.raises(RecordingError, match="No such file"):
+        fill(tmp_path / "run", batches_of)
+
+
 def test_without_waiting_what_others_hold_is_left_to_them(tmp_path):
     def batches_of(part: int) -> Any:
         if part == 1:
