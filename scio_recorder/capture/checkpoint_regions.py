@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch.utils import checkpoint
 
+from scio_recorder.capture.gradients import CallStarts
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import flatten
@@ -156,11 +157,11 @@ class Rerun:
                 mark = owner.put(region, _Mark(self))
             mark.events[starts].append((index, call))
 
-    def again(self, call: CallKey, output: Any, task: int) -> Any:
+    def again(self, call: CallKey, output: Any, start: int, task: int) -> Any:
         """Do to an output what the first run did to it; None leaves it as it is."""
         gradients = None if self._gradients is None else self._gradients()
         if gradients is not None:
-            gradients.attach(call, *flatten(output), task)
+            gradients.attach(call, *flatten(output), start, task)
         label: Any = call.label  # those of calls without one are never marked
         handed = self.posts.after(label, output, self._layer(label))
         return None if handed is output else handed
@@ -183,6 +184,7 @@ class Reruns:
     def __init__(self) -> None:
         self._alive: set[weakref.ref[Any]] = set()
         self._when_over: Callable[[], None] | None = None
+        self._call_starts = CallStarts()
 
     def __bool__(self) -> bool:
         """Whether there is anything left that can run again."""
@@ -218,13 +220,15 @@ class Reruns:
 
     def inputs_again(self, index: int, args: Any, kwargs: Any) -> Any:
         """Post-process inputs in a re-run; None leaves them as they are."""
+        self._call_starts.begin(index)
         mark, call, _ = self._next_event(index, starts=True)
         return None if mark is None else mark.rerun.inputs_again(call.label, args, kwargs)
 
     def again(self, index: int, output: Any) -> Any:
         """Post-process an output in a re-run; None leaves it as it is."""
+        start = self._call_starts.end(index)
         mark, call, task = self._next_event(index, starts=False)
-        return None if mark is None else mark.rerun.again(call, output, task)
+        return None if mark is None else mark.rerun.again(call, output, start, task)
 
     def _next_event(self, index: int, *, starts: bool) -> tuple[Any, Any, int]:
         """Return the mark of the nearest re-run region, and the call that comes next.

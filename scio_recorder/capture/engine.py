@@ -107,7 +107,8 @@ class Capture:
         self.has_missed = False
         self._reruns = Reruns()
         self.site = Site(self._reruns)
-        self._hooks = Hooks(self.program.modules, self.site, self.options.inputs)
+        sees_inputs = self.options.inputs or bool(self.options.gradients)
+        self._hooks = Hooks(self.program.modules, self.site, sees_inputs)
         self._latest = _Latest()
         # The latest pass, if it was compiled.
         self._compiled: CompiledPass | None = None

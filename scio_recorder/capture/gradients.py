@@ -1,4 +1,13 @@
-"""Gradients with respect to recorded activations."""
+"""Gradients with respect to recorded activations.
+
+NOTE [Gradients that are left out]
+
+A module may return a tensor that existed before its call, as ``nn.Identity`` does. Hooks see the
+sum of the gradients of all uses of a tensor, also of those beside the module, and another tensor in
+its place would change the order in which autograd adds them up. So such gradients are left out.
+Nodes of the graph are numbered, so that a number at the start of a call tells them from new ones.
+Leaves are left out as well: they are inputs or parameters, or hold their gradient themselves.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +17,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.hooks import unserializable_hook
 
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.layer import DepthIdx
@@ -23,6 +33,11 @@ from scio_recorder.tensors.structures import Rebuild
 
 # As RemovableHandle wants them.
 GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[DepthIdx, Any]], object]]"
+_LEFT_OUT = (
+    "it returned a tensor that existed before its call, such as its input, or a parameter, and "
+    "autograd adds up the gradients of all uses of that. Record the layer that made the tensor, "
+    "let this one return a new one, such as x.clone(), or read .grad of a parameter or an input"
+)
 
 
 class CallKey(NamedTuple):
@@ -30,6 +45,23 @@ class CallKey(NamedTuple):
 
     label: DepthIdx | None  # None if it is not recorded
     number: int = 0  # among the calls of the pass, if a label stands for all of them
+
+
+class CallStarts:
+    """How many operations autograd had noted when calls of modules began."""
+
+    def __init__(self) -> None:
+        self._starts: dict[tuple[int, int], list[int]] = {}
+
+    def begin(self, index: int) -> None:
+        """Note the start of a call of a module, by its index."""
+        starts = self._starts.setdefault((index, get_ident()), [])
+        starts.append(private.num_operations())
+
+    def end(self, index: int) -> int:
+        """Return the number of the call that ends. Those of calls that failed stay behind."""
+        starts = self._starts.get((index, get_ident()))
+        return starts.pop() if starts else 0
 
 
 class Gradients:
@@ -44,32 +76,36 @@ class Gradients:
         self._delivery = _Delivery(hooks, weakref.ref(self), options.calls == "labelled")
         self._accumulates = options.gradients == "accumulate"
         self._arrived: list[_Arrived] = []
-        # Hooks on parameters and inputs, which outlive the pass and its graph.
-        self._lasting: list[RemovableHandle] = []
-
-    def __del__(self) -> None:
-        for handle in self._lasting:
-            handle.remove()
+        # The layers of which gradients are left out, see NOTE [Gradients that are left out].
+        self._left_out: set[DepthIdx | None] = set()
 
     def attach(
-        self, call: CallKey, tensors: Sequence[Tensor], rebuild: Rebuild, task: int | None = None
+        self,
+        call: CallKey,
+        tensors: Sequence[Tensor],
+        rebuild: Rebuild,
+        start: int,
+        task: int | None = None,
     ) -> None:
         """Receive the gradients of a call's output from now on, before anything can change it.
 
-        ``task`` is the backward pass that they belong to, if another one brings them: reentrant
-        checkpointing runs backward passes inside the backward pass.
+        ``start`` is the number of operations before the call. ``task`` is the backward pass that
+        they belong to, if another one brings them: reentrant checkpointing runs backward passes
+        inside the backward pass.
         """
         delivery = self._delivery
         delivery.templates[call] = len(tensors), rebuild
         if task is not None and task == private.backward_pass():
             delivery.expect(task)
         for index, tensor in enumerate(tensors):
-            if tensor.requires_grad:
-                # Otherwise, saving the network's output would warn of the hook.
-                listener = unserializable_hook(partial(delivery.receive, call, index, task))  # type: ignore[no-untyped-call]  # torch leaves it without types
-                handle = tensor.register_hook(listener)  # type: ignore[no-untyped-call]  # torch leaves it without types
-                if tensor.is_leaf:
-                    self._lasting.append(handle)
+            if not tensor.requires_grad:
+                continue
+            if tensor.grad_fn is None or private.place_of(tensor.grad_fn) < start:
+                self._left_out.add(call.label)
+                continue
+            # Otherwise, saving the network's output would warn of the hook.
+            listener = unserializable_hook(partial(delivery.receive, call, index, task))  # type: ignore[no-untyped-call]  # torch leaves it without types
+            tensor.register_hook(listener)  # type: ignore[no-untyped-call]  # torch leaves it without types
 
     def begin(self, arrived: _Arrived) -> None:
         """Begin a backward pass, whose first gradient has come."""
@@ -89,7 +125,9 @@ class Gradients:
         entries = self._delivery.by_layer(
             self._arrived, summed, lambda every: Recorded(every, tuple)
         )
-        return Records(architecture, entries, "gradient")
+        records = Records(architecture, entries, "gradient")
+        records.reasons = {at: _LEFT_OUT for at in self._left_out if at is not None}
+        return records
 
 
 class _Arrived:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from scio_recorder.capture.checkpoint_regions import Rerun
-from scio_recorder.capture.gradients import CallKey, Gradients
+from scio_recorder.capture.gradients import CallKey, CallStarts, Gradients
 from scio_recorder.capture.keeping import (
     COPY,
     INPUT,
@@ -100,6 +100,8 @@ class Pass:
         self._inputs: list[tuple[int, KeptValue | Recorded]] = []
         # How often each module has started and returned. A Counter takes longer to construct.
         self._starts: dict[int, int] = {}
+        # The operations before each call, if gradients are recorded.
+        self._call_starts = CallStarts()
         self._pending: dict[int, list[_PendingInputs]] = {}
         # The state in which calls with recorded inputs ran.
         self.moments: dict[DepthIdx, LiveMoment] = {}
@@ -117,6 +119,7 @@ class Pass:
         self.is_bare = False
         positions, count = self.program.positions[index], self._counts.get(index, 0)
         self._counts[index] = count + 1
+        start = self._call_starts.end(index)
         number = 0
         if not self.program.counts_calls:
             # All calls are at one position.
@@ -131,7 +134,8 @@ class Pass:
             self.log += index, NOTHING, 0
             return None
         handed = self.posts.after(label, output, self.program.architecture[label])
-        self.log += index, self._keep(positions[count], CallKey(label, number), output, handed), 0
+        kept = self._keep(positions[count], CallKey(label, number), output, handed, start)
+        self.log += index, kept, 0
         if self._left is not None:
             self._left -= 1
             if self._left <= 0:
@@ -141,6 +145,8 @@ class Pass:
     def receive_inputs(self, index: int, args: Any, kwargs: Any) -> Any:
         """Take the inputs of a module's forward; return those that it receives instead."""
         changed = None
+        if self.program.options.gradients:
+            self._call_starts.begin(index)
         if self.posts.on_inputs:
             starts, count = self.program.starts[index], self._starts.get(index, 0)
             self._starts[index] = count + 1
@@ -205,7 +211,7 @@ class Pass:
         self.gradients = None
         self.rerun = None
 
-    def _keep(self, position: int, call: CallKey, output: Any, handed: Any) -> Any:
+    def _keep(self, position: int, call: CallKey, output: Any, handed: Any, start: int) -> Any:
         label: Any = call.label
         if self._sink is not None and self._hands_on:
             self._sink.receivers[label](output)
@@ -225,7 +231,7 @@ class Pass:
             rebuild = kept.rebuild
         if options.gradients:
             assert self.gradients is not None, "made ahead of the pass"
-            self.gradients.attach(call, on_graph, rebuild)
+            self.gradients.attach(call, on_graph, rebuild, start)
         return kept
 
     def finish(self) -> tuple[Records, Records | None]:

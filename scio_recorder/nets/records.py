@@ -122,6 +122,8 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
     """
 
     why_none = ""
+    # By layer, why it has no value.
+    reasons: Mapping[DepthIdx, str] = {}
 
     def __init__(self, architecture: Architecture, values: Mapping[DepthIdx, T], what: str) -> None:
         self._architecture = architecture
@@ -187,6 +189,8 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
 
     def _explain(self, label: DepthIdx) -> str:
         layer = self._architecture[label]
+        if label in self.reasons:
+            return f"there is no {self._what} of layer {layer}: {self.reasons[label]}"
         if not self._values:
             return f"there is no {self._what} of layer {layer}: {self._explain_absence()}"
         here = few(list(self._values), _SHOWN, text_of)

@@ -199,13 +199,13 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-@needs("torch.autograd._get_sequence_nr", "guarding gradients")
+@needs("torch.autograd._get_sequence_nr", "gradients")
 def num_operations() -> int:
     """Return the number of operations that autograd has noted on this thread."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # not in its stubs
 
 
-@needs("torch._C._FunctionBase._sequence_nr", "guarding gradients")
+@needs("torch._C._FunctionBase._sequence_nr", "gradients")
 def place_of(node: Any) -> int:
     """Return the number of operations noted before a node; for a leaf, more than there ever are."""
     return int(node._sequence_nr())
