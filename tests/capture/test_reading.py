@@ -269,9 +269,10 @@ def test_settings(settings: dict[str, Any]) -> None:
 
 
 def test_gradient_that_is_summed_up_later() -> None:
-    """Autograd may make the gradient of a leaf its ``grad``, and add the next one in place."""
+    """Autograd may make a gradient the ``grad`` of a leaf, and add the next one in place."""
     weight = nn.Parameter(torch.ones(3, 4))
-    net = Net(lambda net, x: net.inner(x) * x, inner=Net(lambda net, _: net.weight, weight=weight))
+    inner = Net(lambda net, _: net.weight + 0, weight=weight)
+    net = Net(lambda net, x: net.inner(x) * x, inner=inner)
     rnet, reader = recorder(net, "inner", gradients=True), Reader()
     for _ in range(3):
         rnet(torch.ones(3, 4)).sum().backward()
