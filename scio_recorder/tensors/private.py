@@ -335,7 +335,8 @@ transform_around: Callable[[], Any] = found(
     "torch._C._functorch.peek_interpreter_stack", "recording"
 )
 # The mode and the tensors of the older ``vmap`` that ``is_grads_batched=True`` uses.
-_VMAP_MODE, _MAPPED = map(torch._C._parse_dispatch_key, ("VmapMode", "Batched"))
+_VMAP_MODE: Any = torch._C._parse_dispatch_key("VmapMode")
+_MAPPED: Any = torch._C._parse_dispatch_key("Batched")
 # It has at most 64 levels.
 _LEVELS = range(1, 65)
 
