@@ -19,15 +19,7 @@ from scio_recorder.errors import CollectError, RecorderError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import InStep
 from scio_recorder.postprocessors.assigning import Postprocessors
-from scio_recorder.recording.advice import (
-    advise_evaluation,
-    advise_positions,
-    advise_second_element,
-    labelled_number,
-    raise_for_batch,
-    refuse_sample,
-    takes_positions,
-)
+from scio_recorder.recording import advice
 from scio_recorder.recording.continuing import Continuing
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.intake import CurrentBatch, Intakes
@@ -161,10 +153,10 @@ class Collection:
             is_first = rows is None and feed.number == 0
             net, shape = self.capture.net, self.layers.architecture[0, 1].input_shape
             if is_first and self.asked.sample_ids is None:
-                refuse_sample(net, shape, inputs)
+                advice.refuse_sample(net, shape, inputs)
             ids, number = feed.ids(batch, inputs, None if rows is None else rows.num_samples)
             if is_first:
-                self._labelled = labelled_number(net, shape, inputs, number)
+                self._labelled = advice.labelled_number(net, shape, inputs, number)
             if self._is_taken:
                 skip = durable.num_to_skip(ids, by_batches=self.layers.with_inputs)
         rows = rows or BatchRows.of_samples(number, self._labelled)
@@ -303,7 +295,7 @@ def go_through(
     _open(collection, together)
     if collection.needs_batches or not together.is_alone:
         try:
-            advise_evaluation(net)
+            advice.advise_evaluation(net)
             _run_batches(collection, run, _leaving_out(collection, together), progress)
         except BaseException:
             collection.abandon()
@@ -360,17 +352,17 @@ def _run_batches(
     net, feed = collection.capture.net, collection.feed
     is_ours = feed.asked.to_inputs is None
     is_empty, is_advised = True, not is_ours
-    may_count_padding = takes_positions(net)
+    may_count_padding = advice.takes_positions(net)
     with progress as advance:
         for batch, is_taken in feed:
             is_empty = False
             if not (is_taken or feed.is_numbering):
                 # Given ids need no running index.
                 continue
-            is_advised = is_advised or advise_second_element(net, batch)
+            is_advised = is_advised or advice.advise_second_element(net, batch)
             inputs = feed.inputs(batch)
             if may_count_padding:
-                may_count_padding = not advise_positions(inputs.named(net))
+                may_count_padding = not advice.advise_positions(inputs.named(net))
             is_new = collection.begin(batch, inputs, is_taken=is_taken)
             if is_taken and not is_left_out(not is_new):
                 try:
@@ -380,7 +372,7 @@ def _run_batches(
                         run(inputs, None)
                 except Exception as error:
                     own, architecture = batch if is_ours else None, collection.layers.architecture
-                    raise_for_batch(error, feed.number, architecture, net, inputs, own)
+                    advice.raise_for_batch(error, feed.number, architecture, net, inputs, own)
             added = collection.end()
             if is_taken:
                 advance(*added)

@@ -14,17 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.display.figure import (
-    EXPLOSION_FACTOR,
-    EXPLOSION_LEAST,
-    EXPLOSION_SHARE,
-    EXPLOSION_UNITS,
-    SATURATION_BOUNDS,
-    Bars,
-    LayerSummary,
-    UnitStatistics,
-    ValueStatistics,
-)
+from scio_recorder.display import figure
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import ArgumentError, RecorderError
 from scio_recorder.layer import DepthIdx
@@ -116,25 +106,25 @@ class RunningStatistics:
     def _add_units(self, samples: Tensor, type_name: str) -> None:
         dimension = unit_dimension(type_name, samples.ndim)
         if self._alive is None:
-            self._alive = Alive(dimension or 1, SATURATION_BOUNDS.get(type_name))
+            self._alive = Alive(dimension or 1, figure.SATURATION_BOUNDS.get(type_name))
         # Without units, each value is a sample of one.
         self._alive.update(samples if dimension else samples.reshape(-1, 1))
 
     @property
-    def finite(self) -> ValueStatistics:
+    def finite(self) -> figure.ValueStatistics:
         """Mean, spread and extremes of the finite values alone."""
         if not self.num_finite:
-            return ValueStatistics()
+            return figure.ValueStatistics()
         _, mean, variance = map(float, self._moments.compute())
         low, high = float(self._low.compute()), float(self._high.compute())
-        return ValueStatistics(mean, math.sqrt(variance), low, high)
+        return figure.ValueStatistics(mean, math.sqrt(variance), low, high)
 
     @property
-    def values(self) -> ValueStatistics:
+    def values(self) -> figure.ValueStatistics:
         """Statistics of all values but NaNs."""
         infinities, found = self._below + self._above, self.finite
         if infinities:
-            found = ValueStatistics(
+            found = figure.ValueStatistics(
                 mean=(math.inf if self._above else 0.0) - (math.inf if self._below else 0.0),
                 std=math.nan,
                 low=-math.inf if self._below else math.inf if found.low is None else found.low,
@@ -204,7 +194,7 @@ def real_tensors(value: Any) -> Iterator[Tensor]:
 
 def summarise(
     recording: Readable, labels: Sequence[DepthIdx], bins: int | None
-) -> list[LayerSummary]:
+) -> list[figure.LayerSummary]:
     """Return the summaries of layers.
 
     Parameters
@@ -228,7 +218,7 @@ def summarise(
 
 def _of_samples(
     recording: Readable, label: DepthIdx, bins: int | None, advance: Advance
-) -> LayerSummary:
+) -> figure.LayerSummary:
     samples, layer = recording[label], recording.architecture[label]
     found, histogram = RunningStatistics(layer.type_name), None
     for part in _parts(recording, label, advance):
@@ -248,7 +238,7 @@ def _of_samples(
         ("no finite value", samples.numel() and not found.num_finite),
         (f"rounded, relative error {lost or 0.0:.1e}", lost),
     )
-    return LayerSummary(
+    return figure.LayerSummary(
         layer=layer,
         kept="",
         shape=tuple(samples.shape[1:]),
@@ -269,14 +259,14 @@ def _parts(recording: Readable, label: DepthIdx, advance: Advance) -> Iterator[T
         advance(0, part.nbytes, 0)
 
 
-def _bars(result: HistogramResult) -> Bars:
+def _bars(result: HistogramResult) -> figure.Bars:
     low, high = float(result.edges[0]), float(result.edges[-1])
-    return Bars(tuple(result.counts.tolist()), low, high, result.below, result.above)
+    return figure.Bars(tuple(result.counts.tolist()), low, high, result.below, result.above)
 
 
-def _units(result: AliveResult) -> UnitStatistics:
+def _units(result: AliveResult) -> figure.UnitStatistics:
     """Count the units that do nothing, and name those that exceed the others by far."""
-    return UnitStatistics(
+    return figure.UnitStatistics(
         result.dead.numel(),
         int((result.dead & (result.max_abs == 0)).sum()),
         int(result.dead.sum()),
@@ -290,19 +280,20 @@ def _exploding(dead: Tensor, max_abs: Tensor) -> tuple[tuple[int, ...], float]:
     # Units that do nothing have no share in what is usual, nor have infinities.
     size = max_abs.double().flatten()
     usual = size[~dead.flatten() & size.isfinite() & (size > 0)]
-    if len(usual) < EXPLOSION_UNITS:
+    if len(usual) < figure.EXPLOSION_UNITS:
         return (), 0.0
     median = float(usual.median())
-    is_beyond = (size > max(EXPLOSION_FACTOR * median, EXPLOSION_LEAST)) & size.isfinite()
+    least = max(figure.EXPLOSION_FACTOR * median, figure.EXPLOSION_LEAST)
+    is_beyond = (size > least) & size.isfinite()
     found = is_beyond.nonzero().flatten()
-    if len(found) > max(1, EXPLOSION_SHARE * len(usual)):
+    if len(found) > max(1, figure.EXPLOSION_SHARE * len(usual)):
         # So many are no exceptions: the others are small, as behind a GELU of large inputs.
         return (), 0.0
     found = found[size[found].argsort(descending=True, stable=True)]
     return tuple(found.tolist()), float(size[found[0]]) / median if len(found) else 0.0
 
 
-def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
+def _of_reductions(recording: Readable, label: DepthIdx) -> figure.LayerSummary:
     reductions = several(recording.reductions[label])
     found: dict[str, Any] = {}
     notes: list[str] = []
@@ -326,10 +317,10 @@ def _of_reductions(recording: Readable, label: DepthIdx) -> LayerSummary:
             notes.append(f"{kind} is not drawn")
         found = {**shown, **found}
     bars = found.pop("bars", None)
-    return LayerSummary(
+    return figure.LayerSummary(
         layer=recording.architecture[label],
         kept=", ".join(type(reduction).__name__ for reduction in reductions),
-        values=ValueStatistics(**found),
+        values=figure.ValueStatistics(**found),
         units=units,
         bars=bars,
         notes=notes,
