@@ -15,7 +15,7 @@ from scio_recorder.layer import DepthIdx, few
 from scio_recorder.nets.records import Records, copied
 from scio_recorder.postprocessors.assigning import Postprocessor
 from scio_recorder.tensors import private
-from scio_recorder.tensors.structures import tensors
+from scio_recorder.tensors.structures import holder_out_of_sight, tensors
 
 
 class AroundCompiledRecorder(Around):
@@ -127,17 +127,17 @@ class CompiledPass:
         return values
 
     def _check_is_copy(self, label: DepthIdx, value: Any) -> None:
-        if isinstance(value, Tensor):
-            return
-        for leaf in private.flatten_registered(value)[0]:
-            # Anything else is the network's own object, which later layers may have changed.
-            if not isinstance(leaf, Tensor) and tensors(leaf):
-                raise UnsupportedNetError(
-                    f"layer {self.program.architecture[label]} returned a {type(leaf).__name__}, "
-                    "whose tensors a compiled pass can't copy: let the layer return them in a "
-                    "tuple, list or dict, or in a dataclass that torch.export.register_dataclass "
-                    "was told of, record a layer inside it, or call the recorder uncompiled"
-                )
+        leaves, _ = private.flatten_registered(value)
+        # Anything else is the network's own object, which later layers may have changed.
+        own = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and tensors(leaf)]
+        holder = own[0] if own else holder_out_of_sight(value)
+        if holder is not None:
+            raise UnsupportedNetError(
+                f"layer {self.program.architecture[label]} returned a {type(holder).__name__}, "
+                "whose tensors a compiled pass can't copy: let the layer return them in a "
+                "tuple, list or dict, or in a dataclass that torch.export.register_dataclass "
+                "was told of, record a layer inside it, or call the recorder uncompiled"
+            )
 
 
 def _copy(value: Any) -> Any:

@@ -13,7 +13,6 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import partial
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -61,6 +60,12 @@ _VIEWS: dict[type, tuple[Any, str]] = {
     for name in ("keys", "values", "items")
 }
 _HEAP_TYPE = 1 << 9
+# Weak references, and what makes them.
+_WEAK: dict[type, Callable[[Any], Any]] = {
+    weakref.ref: weakref.ref,
+    weakref.ProxyType: weakref.proxy,
+    weakref.CallableProxyType: weakref.proxy,
+}
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
@@ -99,8 +104,8 @@ def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
         return slots[id(tensor)]
 
     # The template holds no tensor, and nothing that the old structure receives later.
-    template = _Copy(Tensor, put_slot).whole(value)
-    return leaves, lambda new: _Copy(_Slot, lambda slot: new[slot.index]).whole(template)
+    template = _Copy(Tensor, put_slot).of(value)
+    return leaves, lambda new: _Copy(_Slot, lambda slot: new[slot.index]).of(template)
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -174,7 +179,7 @@ def holder_out_of_sight(value: Any) -> Any:
     <built-in method sum of Tensor object at ...>
     """
     copying = _Copy(Tensor, lambda leaf: leaf)
-    copying.whole(value)
+    copying.of(value)
     return next((holder for holder, held in copying.shared if _leads_to(held, Tensor)), None)
 
 
@@ -199,9 +204,17 @@ def _referents(value: Any) -> list[Any]:
     kind = type(value)
     if kind is FunctionType:
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
-    if issubclass(kind, weakref.ref):
-        return [value()]
+    if kind in _WEAK:
+        return [_referent(value)]
     return [] if issubclass(kind, _OPAQUE) else gc.get_referents(value)
+
+
+def _referent(reference: Any) -> Any:
+    try:
+        # A proxy hands on all attributes.
+        return reference() if type(reference) is weakref.ref else reference.__init__.__self__
+    except ReferenceError:
+        return None
 
 
 def is_opened(value: Any) -> bool:
@@ -240,19 +253,13 @@ class _Copy:
         self._made: dict[int, tuple[Any, Any]] = {}
         # What is not copied, and what holds it: a dictionary its keys, anything else itself.
         self.shared: list[tuple[Any, Any]] = []
-        # Attributes that refer weakly to something: what sets them, their name and the reference.
-        self._weak: list[tuple[Callable[..., None], str, weakref.ref[Any]]] = []
-
-    def whole(self, value: Any) -> Any:
-        """Return the copy of a structure, whose parts refer weakly to copies as well."""
-        new = self.of(value)
-        for put, name, reference in self._weak:
-            if id(reference()) in self._made:
-                put(name, weakref.ref(self._made[id(reference())][1]))
-        return new
 
     def of(self, value: Any, is_inside: bool = False) -> Any:
         """Return the copy of a part; ``is_inside`` an opened object or not."""
+        if type(value) in _WEAK:
+            # An object stands in the memory of copies before its parts, which refer back to it.
+            _, new = self._made.get(id(_referent(value)), (None, None))
+            return value if new is None else _WEAK[type(value)](new)
         if isinstance(value, self._kind):
             return self._replace(value)
         if value is None or isinstance(value, _OPAQUE):
@@ -327,15 +334,9 @@ class _Copy:
         """Give a new object the attributes of the old one, slots included."""
         for name, item in getattr(old, "__dict__", {}).items():
             new.__dict__[name] = self.of(item, is_inside)
-            if type(item) is weakref.ref:
-                self._weak.append((new.__dict__.__setitem__, name, item))
-        # Frozen dataclasses refuse their own setattr.
-        put = partial(object.__setattr__, new)
         for name in _slot_names(old):
-            item = getattr(old, name)
-            put(name, self.of(item, is_inside))
-            if type(item) is weakref.ref:
-                self._weak.append((put, name, item))
+            # Frozen dataclasses refuse their own setattr.
+            object.__setattr__(new, name, self.of(getattr(old, name), is_inside))
         if isinstance(old, defaultdict):
             new.default_factory = old.default_factory
             self.shared.append((old, old.default_factory))

@@ -268,6 +268,8 @@ def test_objects_without_tensors_are_shared() -> None:
 class Part:
     def __init__(self, owner: Any) -> None:
         self.owner = weakref.ref(owner)
+        self.proxy = weakref.proxy(owner)
+        self.several = [weakref.ref(owner), {"inside": (weakref.proxy(owner),)}]
 
 
 class Graph:
@@ -328,6 +330,11 @@ def test_parts_refer_weakly_to_the_new_structure(make: Any) -> None:
         new = rebuild([leaf])
         assert new.x is ONE
         assert new.part.owner() is new
+        assert new.part.proxy.x is ONE
+        new.mark = leaf
+        assert new.part.proxy.mark is leaf
+        assert new.part.several[0]() is new
+        assert new.part.several[1]["inside"][0].mark is leaf
 
 
 def test_storages_that_refer_weakly_to_their_owner() -> None:
@@ -344,6 +351,10 @@ def test_what_is_referred_to_from_outside_stays() -> None:
     inner = Graph(ONE)
     inner.part.owner = weakref.ref(outside)
     assert map_tensors(lambda t: t, inner).part.owner() is outside
+    inner.part.proxy = weakref.proxy(outside)
+    del outside
+    with pytest.raises(ReferenceError):
+        _ = map_tensors(lambda t: t, inner).part.proxy.x
 
 
 class Called:
