@@ -65,6 +65,10 @@ class HeldTensor:
         self.version: Version = version_of(tensor) if version is None else version
         self._is_own = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy or file has counters of its own, and no memory that was freed.
+        return HeldTensor, (self.tensor,) if self.is_intact else (torch.empty(0), _LOST)
+
     @property
     def is_intact(self) -> bool:
         """Whether the tensor was not changed in place, and its memory was not freed."""

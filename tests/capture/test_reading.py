@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -432,3 +434,19 @@ def test_inputs_that_refer_to_themselves_are_recomputed() -> None:
         assert same_bits(
             rnet.recompute("block.last")["block.last"], rnet.activations["block"].detach()
         )
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_copies_and_files_of_records_hold_what_the_records_held(again: Any) -> None:
+    rnet = Recorder(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), input_size=(3, 4), verbose=0)
+    rnet.record("*", copy="never")
+    with torch.no_grad():
+        output = rnet(torch.randn(3, 4))
+        twin = again(rnet.activations)
+        assert same_bits(twin["0"], rnet.activations["0"])
+        assert same_bits(twin["1"], output)
+        output.add_(1)
+        lost = again(rnet.activations)
+    with pytest.raises(MutationError):
+        lost["1"]
+    assert same_bits(lost["0"], twin["0"])
