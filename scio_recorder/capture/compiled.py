@@ -52,6 +52,7 @@ class CompiledPass:
         self.values: dict[DepthIdx, Any] = {}
         # The modules that have hooks of others behind ours, whose changes a record misses.
         self.overtaken: dict[int, bool] = {}
+        self.has_hooks = True
         # Whether copies were taken off a graph.
         self.is_on_graph = False
 
@@ -70,6 +71,11 @@ class CompiledPass:
         self.is_on_graph |= isinstance(output, Tensor) and output.requires_grad
         before = _copy(output) if self.keeps else None
         if self.posts is not None and label in self.posts:
+            if index in self.overtaken:
+                raise PostprocessorError(
+                    f"another hook acts on layer {label} behind the post-processor in a compiled "
+                    "pass: call record(...) again, after which it acts before"
+                )
             self.is_aside = True
             handed = self.posts[label](output)
             self.is_aside = False
@@ -108,11 +114,10 @@ class CompiledPass:
             behind that of the recorder.
         """
         program, values = self.program, self.values
-        if self.overtaken:
+        if (fault := self._fault()) is not None:
             raise UnsupportedNetError(
-                "a hook of somebody else acts behind the recorder's on "
-                f"{few(program.layers_of(self.overtaken), 4)}, so that the records of this "
-                "compiled pass miss what it changes: run the pass again, which compiles it anew"
+                f"{fault}, so that records of this compiled pass are not what the layers returned: "
+                "run the pass again, which compiles it anew"
             )
         if not program.counts_calls:
             values = {label: values.get(label, ()) for label in program.order}
@@ -125,6 +130,13 @@ class CompiledPass:
         for label, value in values.items():
             self._check_is_copy(label, value)
         return values
+
+    def _fault(self) -> str | None:
+        """Say why the hooks can't have seen what the layers returned; None if they have."""
+        if not self.has_hooks:
+            return "a pass that failed has taken the recorder's hooks away"
+        layers = few(self.program.layers_of(self.overtaken), 4)
+        return f"another hook acts behind the recorder's on {layers}" if layers else None
 
     def _check_is_copy(self, label: DepthIdx, value: Any) -> None:
         leaves, _ = private.flatten_registered(value)

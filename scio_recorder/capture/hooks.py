@@ -220,7 +220,7 @@ class Hooks:
         self._checked_at = -1
         # Set when all are attached, and cleared before the first is removed: an interruption can
         # come between any two.
-        self._is_attached = False
+        self.is_attached = False
 
     def attach(self) -> None:
         """Attach the hooks, behind all others."""
@@ -242,7 +242,7 @@ class Hooks:
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
             keep_out_of_copies(module)
         self._move_behind_others()
-        self._is_attached = True
+        self.is_attached = True
 
     def _is_newly_compiled(self, module: nn.Module) -> bool:
         """Whether a module is compiled, and our hook is not outside of the compiled call."""
@@ -256,7 +256,7 @@ class Hooks:
         change_hooks(self._detach, waits=waits)
 
     def _detach(self) -> None:
-        self._is_attached = False
+        self.is_attached = False
         for module in self._modules:
             self._remove_from(module)
 
@@ -282,7 +282,7 @@ class Hooks:
 
         Every new handle takes a number, so one comparison shows whether there are new ones.
         """
-        if not self._is_attached:
+        if not self.is_attached:
             self.attach()
         elif self._checked_at != RemovableHandle.next_id:
             change_hooks(self._move_behind_others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder, compare
 from scio_recorder.errors import FlowError, UnsupportedNetError
+from tests.rotation import one_in
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -39,6 +41,9 @@ def compiled_by_function() -> tuple[Recorder, Any]:
     return rnet, torch.compile(rnet, backend="eager", fullgraph=True)
 
 
+WAYS = (compiled_by_method, compiled_by_function)
+
+
 def plain(rnet: Recorder) -> Tensor:
     """Return what layer 0 returns without hooks."""
     layer: Any = rnet.net[0]  # type: ignore[index]
@@ -59,7 +64,7 @@ def test_records_and_collections_see_it() -> None:
         assert torch.equal(rnet.activations["0"], plain(rnet))
 
 
-@pytest.mark.parametrize("make", [compiled_by_method, compiled_by_function])
+@pytest.mark.parametrize("make", one_in(2, WAYS))
 def test_a_comparison_sees_it(make: Callable[[], tuple[Recorder, Any]]) -> None:
     rnet, call = make()
     with torch.no_grad():
@@ -97,7 +102,7 @@ def test_another_recorder_of_the_net_is_nobodys_hook() -> None:
             assert torch.equal(other.activations["0"], plain(rnet))
 
 
-@pytest.mark.parametrize("make", [compiled_by_method, compiled_by_function])
+@pytest.mark.parametrize("make", one_in(2, WAYS))
 def test_a_module_that_takes_the_place_of_a_recorded_one(
     make: Callable[[], tuple[Recorder, Any]],
 ) -> None:
@@ -110,12 +115,51 @@ def test_a_module_that_takes_the_place_of_a_recorded_one(
         _ = rnet.activations
 
 
-def test_hooks_are_back_after_a_pass_that_failed() -> None:
-    rnet, call = compiled_by_method()
+def fail(rnet: Recorder) -> None:
+    with pytest.raises(RuntimeError):
+        rnet.extract(torch.ones(3, 5))
+    hooks = rnet.net[0]._forward_hooks.values()  # type: ignore[index]
+    assert all(hook is add_one for hook in hooks)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_compiled_before", "calls"),
+    one_in(4, itertools.product(WAYS, (False, True), ("any", "labelled"))),
+)
+def test_hooks_are_back_after_a_pass_that_failed(
+    make: Callable[[], tuple[Recorder, Any]], is_compiled_before: bool, calls: Any
+) -> None:
+    rnet, call = make()
+    rnet.record("0", calls=calls)
     with torch.no_grad():
+        if is_compiled_before:
+            call(X)
+        fail(rnet)
         call(X)
-        with pytest.raises(RuntimeError):
-            rnet.extract(torch.ones(3, 5))
-        assert not rnet.net[0]._forward_hooks  # type: ignore[index]
-        call(X)
-        assert torch.equal(rnet.activations["0"], plain(rnet))
+        if call is not rnet:
+            with pytest.raises(UnsupportedNetError, match=r"hooks away.*run the pass again"):
+                _ = rnet.activations
+            call(X)
+        found = rnet.activations["0"]
+        assert torch.equal(found[0] if calls == "any" else found, plain(rnet))
+
+
+def test_post_processors_act_last_or_not_at_all() -> None:
+    """Dynamo hands the error on as one of its own, or, without fullgraph, runs uncompiled."""
+    rnet, call = compiled_by_function()
+    posts = {"activation_postproc": lambda tensor: tensor * 2}
+    with torch.no_grad():
+        call(X, **posts)
+        rnet.net[0].register_forward_hook(add_one)  # type: ignore[index]
+        with pytest.raises(RuntimeError, match=r"call record\(\.\.\.\) again"):
+            call(X, **posts)
+        rnet.record("0")
+        assert torch.equal(call(X, **posts), ((plain(rnet) + 1) * 2).relu())
+        fail(rnet)
+        with pytest.raises(RuntimeError, match=r"call record\(\.\.\.\) again"):
+            call(X, **posts)
+        rnet.record("0")
+        assert torch.equal(call(X, **posts), ((plain(rnet) + 1) * 2).relu())
+        rnet.net[0].register_forward_hook(add_one)  # type: ignore[index]
+        loose = torch.compile(rnet, backend="eager")
+        assert torch.equal(loose(X, **posts), ((plain(rnet) + 1 + 1) * 2).relu())
