@@ -18,6 +18,11 @@ from scio_recorder.layer import Layer
 
 # Characters of a fact that is no figure.
 _LONG = 40
+_ADVICE = {
+    errno.ENOENT: ". Make its folder first",
+    errno.EACCES: ". Choose a folder in which you may write",
+    errno.EROFS: ". Choose a folder in which you may write",
+}
 
 
 def page_html(
@@ -184,8 +189,9 @@ def number_text(value: float | None) -> str:
 
 def check_page(path: object, title: object, error: type[RecorderError]) -> None:
     """Refuse arguments that name no file for a page, or no heading."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise error(f'report({path!r}): name the file to write, such as "page.html"')
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if not name or "\0" in name or "://" in name:
+        raise error(f'report({path!r}): name a file on this machine, such as "page.html"')
     if not isinstance(title, str | None):
         raise error(f"report(title={title!r}): give the heading as a string")
 
@@ -211,10 +217,10 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
         It can't be written; an earlier file stays as it was.
     """
     target = Path(path)
+    if target.is_dir() or os.fspath(path).endswith("/"):
+        raise RecordingError(f"{path} is a folder: name a file, such as {target / 'page.html'}")
     draft = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
     try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         # Whether the file can be written is known before the work.
         draft.touch(exist_ok=False)
         draft.unlink()
@@ -227,7 +233,8 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
     except RecordingError:
         raise
     except OSError as error:
-        raise RecordingError(f"can't write {target}: {error.strerror}") from error
+        advice = _ADVICE.get(error.errno or 0, "")
+        raise RecordingError(f"can't write {target}: {error.strerror}{advice}") from error
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()

@@ -292,7 +292,8 @@ def _imported(package: str, extra: str) -> Any:
 @contextmanager
 def _new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a folder that gets its name at the end of the block; a failure removes it."""
-    if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path) or not os.fspath(path):
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if not name or "://" in name or "\0" in name:
         raise ArgumentError(f"{path!r}: name a folder on this machine that does not exist yet")
     target = Path(path)
     with accessing(os.fspath(path)):

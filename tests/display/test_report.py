@@ -223,19 +223,37 @@ def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     recording = of(torch.ones(2, 2))
     with pytest.raises(ArgumentError, match="bins=0"):
         recording.report(tmp_path / "page.html", bins=0)
-    for path in ("", None, 3):
-        with pytest.raises(ArgumentError, match=rf"report\({path!r}\).*page\.html"):
+    for path in ("", None, 3, b"page.html", "s3://bucket/page.html", "a\0b.html"):
+        with pytest.raises(ArgumentError, match=re.escape(f"report({path!r})") + r".*page\.html"):
             recording.report(path)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="title=3"):
         recording.report(tmp_path / "page.html", title=3)  # type: ignore[arg-type]
     # It must be said before hours of reading.
     monkeypatch.setattr("scio_recorder.recording.showing.summarise", None)
-    with pytest.raises(RecordingError, match=r"no_such_folder.*No such file"):
+    with pytest.raises(
+        RecordingError, match=r"no_such_folder.*No such file.*Make its folder first"
+    ):
         recording.report(tmp_path / "no_such_folder" / "page.html")
     with pytest.raises(RecordingError, match="Not a directory"):
         recording.report(Path(__file__) / "page.html")
-    with pytest.raises(RecordingError, match="directory"):
-        recording.report(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    folders: dict[str | Path, str]
+    folders = {".": "page.html", "..": "../page.html", "/": "/page.html", "new/": "new/page.html"}
+    for folder, page in {
+        **folders,
+        Path("."): "page.html",
+        tmp_path: tmp_path / "page.html",
+    }.items():
+        with pytest.raises(RecordingError, match=f"is a folder: name a file, such as {page}$"):
+            recording.report(folder)
+
+    def refuse(path: Path, **options: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "touch", refuse)
+        with pytest.raises(RecordingError, match=r"page: Permission denied. Choose a folder in"):
+            recording.report("page")
     assert os.listdir(tmp_path) == []
 
 

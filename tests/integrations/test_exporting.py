@@ -343,7 +343,7 @@ def test_what_is_there_stays(form, tmp_path):
             getattr(recording, f"to_{form}")(tmp_path / name)
     with pytest.raises(RecordingError, match="missing/out: No such file"):
         getattr(recording, f"to_{form}")(tmp_path / "missing" / "out")
-    for path in ("", "s3://bucket/run", 3, None):
+    for path in ("", "s3://bucket/run", "a\0b", 3, None):
         with pytest.raises(ArgumentError, match="name a folder"):
             getattr(recording, f"to_{form}")(path)
     assert sorted(tmp_path.iterdir()) == before
