@@ -52,21 +52,26 @@ class Parts:
 
     def collect(self, place: str) -> None:
         while True:
+            # Some don't wait for others, and come again.
+            waits = random.SystemRandom().random() < 0.5
             try:
                 # A chunk holds one batch.
-                self.rnet.collect_parts(
+                found = self.rnet.collect_parts(
                     lambda part: self.data[part],
                     NUM_PARTS,
                     store=Disk(place, chunk_bytes=1),
                     reduce=REDUCE,
                     progress=False,
+                    wait=waits,
                 )
             except RecordingError as error:
                 # Who is slower than a lease lasts is told so, and can try again.
                 if not (is_url(place) and re.search("lease of part|another writer", str(error))):
                     raise
             else:
-                return
+                assert found.complete or not waits
+                if found.complete:
+                    return
 
     def check(self, place: str) -> None:
         found = open_recording(place, verify=True)

@@ -1,8 +1,10 @@
 """Many workers take many parts, in one process and within minutes: a clock and a medium of our own.
 
-``python -m tests.workers.simulation WORKERS PARTS [SEED]`` runs `Claims` and `Lease` as
-they are. Every request takes a while, in which other workers go on. Now and then one fails before
-or after it has acted, or takes longer than a lease lasts, or its worker dies in it.
+``python -m tests.workers.simulation WORKERS PARTS [SEED] [leaving]`` runs `Claims` and `Lease` as
+they are; with ``leaving``, workers don't wait for parts that others hold, and new ones come later.
+No clock of a machine is right. Every request takes a while, in which other workers go on. Now and
+then one fails before or after it has acted, or takes longer than a lease lasts, or its worker dies
+in it.
 """
 
 from __future__ import annotations
@@ -100,6 +102,10 @@ class World:
     num_parts: int
     faults: Faults
     dice: random.Random
+    # Whether workers wait for parts that others hold. Otherwise they end, and others come later.
+    waits: bool = True
+    # The most seconds by which the clock of a worker's machine is wrong.
+    skew: float = 0.0
     clock: Clock = field(default_factory=Clock)
     files: dict[str, bytes] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
@@ -269,30 +275,34 @@ class Worker:
         world = self.world
         self.bucket = Bucket(world)
         try:
-            self._take_all()
+            if self._take_all():
+                return
         except (Killed, TimeoutError) as error:
             world.events["workers that gave up"] += not isinstance(error, Killed)
-            # Another one is started some time later, under a new name.
-            later = world.clock.now + world.dice.uniform(1, 100)
-            world.clock.start(Worker(world, f"{self.name}'").run, later)
+        # Another one is started some time later, under a new name.
+        later = world.clock.now + world.dice.uniform(1, 100)
+        world.clock.start(Worker(world, f"{self.name}'").run, later)
 
-    def _take_all(self) -> None:
-        world, waited_since = self.world, None
+    def _take_all(self) -> bool:
+        """Take parts to the end; return whether all of them are complete."""
+        world = self.world
+        ahead = world.dice.uniform(-world.skew, world.skew)
         claims = Claims(
             self.bucket,
             world.num_parts,
             {"machine": self.name},
-            clock=lambda: world.clock.now,
+            clock=lambda: world.clock.now + ahead,
             dice=random.Random(world.dice.random()),
         )
         while not claims.is_finished:
             lease = claims.take()
             if lease is None:
-                waited_since = world.clock.now if waited_since is None else waited_since
-                self._check_waiting(waited_since)
+                self._check_left()
+                if not world.waits:
+                    world.events["workers that did not wait"] += 1
+                    return False
                 world.clock.sleep(PAUSE)
                 continue
-            waited_since = None
             try:
                 self._do(lease)
                 claims.done(lease.part)
@@ -300,16 +310,16 @@ class Worker:
                 world.events["leases that were lost"] += 1
             finally:
                 lease.give_back()
+        return True
 
-    def _check_waiting(self, since: float) -> None:
-        """Note whether this waits for a part of which nobody has been heard for long."""
+    def _check_left(self) -> None:
+        """Note whether this leaves a part of which nobody has been heard for long."""
         world = self.world
         for part in world.undone:
             heard = world.touched.get(part, 0.0)
             waiting = world.clock.now - max(heard, self.bucket.stalled_at)
-            # Who has just come does not wait until a lease has been stale before his own eyes.
-            if waiting > STALE_AFTER + SLACK and world.clock.now - since > SLACK:
-                world.problems.append(f"{self.name} waits for part {part} for {waiting:.0f} s")
+            if waiting > STALE_AFTER + SLACK:
+                world.problems.append(f"{self.name} leaves part {part} after {waiting:.0f} s")
 
     def _do(self, lease: Lease) -> None:
         world, part = self.world, lease.part
@@ -344,10 +354,12 @@ class Worker:
         lease.check()
 
 
-def simulate(num_workers: int, num_parts: int, seed: int, faults: Faults | None = None) -> World:
+def simulate(
+    num_workers: int, num_parts: int, seed: int, faults: Faults | None = None, **options: Any
+) -> World:
     """Run to the end, and return what has become of it."""
     threading.stack_size(256 << 10)
-    world = World(num_parts, faults or Faults(), random.Random(seed))
+    world = World(num_parts, faults or Faults(), random.Random(seed), **options)
     world.undone = set(range(num_parts))
     for number in range(num_workers):
         world.clock.start(Worker(world, f"worker {number}").run, world.dice.uniform(0, 30))
@@ -372,8 +384,10 @@ def check(world: World) -> None:
 
 
 def main() -> None:
-    num_workers, num_parts, *seed = map(int, sys.argv[1:])
-    world = simulate(num_workers, num_parts, *(seed or [0]))
+    *numbers, mode = sys.argv[1:] if sys.argv[-1] == "leaving" else [*sys.argv[1:], "waiting"]
+    num_workers, num_parts, *seed = map(int, numbers)
+    options = {"waits": mode == "waiting", "skew": 1e5}
+    world = simulate(num_workers, num_parts, *(seed or [0]), **options)
     check(world)
     least = sum(map(world.num_chunks, range(num_parts)))
     print(

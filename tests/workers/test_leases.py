@@ -24,8 +24,11 @@ def test_many_workers(seed):
     assert sum(world.requests.values()) < 25 * 150
 
 
-def test_many_deaths_and_stalls():
-    world = simulate(12, 150, 0, Faults(0.05, 0.05, 0.005, 0.005))
+@pytest.mark.parametrize("waits", [True, False])
+def test_many_deaths_and_stalls(waits):
+    faults = Faults(0.05, 0.05, 0.005, 0.005)
+    # No clock of a machine is right.
+    world = simulate(12, 150, 0, faults, waits=waits, skew=1e5)
     check(world)
     # Else nothing was tried.
     assert world.events["deaths"] > 5
@@ -121,6 +124,23 @@ def test_a_worker_that_has_just_come_is_told_how_old_a_lease_is(ahead):
     assert taken.is_inherited
     # Nothing is left of what showed the time.
     assert one.names == [lease_name(0, number) for number in (0, 1, 2)]
+
+
+def test_all_that_many_dead_workers_have_left_is_taken_by_one_that_does_not_wait():
+    one = Alone(100)
+    for number in range(100):
+        assert one.worker(f"dead {number}").take() is not None
+    one.pass_time(61)
+    claims = one.worker("late")
+    for _ in range(100):
+        # The others' holders live by now.
+        one.pass_time(0.01)
+        lease = claims.take()
+        assert lease is not None
+        one.world.put(manifest_name(lease.part), b"")
+        claims.done(lease.part)
+        lease.give_back()
+    assert claims.is_finished
 
 
 def test_a_folder_tells_a_worker_that_has_just_come_how_old_a_lease_is(tmp_path, monkeypatch):
