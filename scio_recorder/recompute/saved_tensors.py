@@ -30,7 +30,7 @@ from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import select
 from scio_recorder.tensors import private
-from scio_recorder.tensors.arguments import usable_device
+from scio_recorder.tensors.arguments import floating_or_none, usable_device
 from scio_recorder.tensors.copies import StridedCopy, is_plain, version_counter, version_of
 
 _CHANGED = (
@@ -70,7 +70,7 @@ class SavedTensors:
         if not selectors:
             raise SelectorTypeError('no layers are named: write saved_tensors("layer3.*", ...)')
         self._device = _usable_device(device)
-        self._dtype = _usable_dtype(dtype)
+        self._dtype = floating_or_none(dtype, SelectorTypeError)
         self._pin_memory = pin_memory
         self._modules = _modules_of(architecture, set(select(architecture, selectors)))
         self._around: list[_AroundLayer] = []
@@ -210,11 +210,3 @@ def _usable_device(device: torch.device | str | None) -> torch.device | None:
             'device="meta" keeps no numbers: write a device that does, such as "cpu"'
         )
     return found
-
-
-def _usable_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        return dtype
-    raise SelectorTypeError(
-        f"dtype={dtype!r}: write a dtype of floating-point numbers, such as torch.bfloat16"
-    )

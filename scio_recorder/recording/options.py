@@ -19,7 +19,7 @@ from scio_recorder.recording.rows import Rows, rows_or_none
 from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.base import Reductions, several
 from scio_recorder.stores import Store
-from scio_recorder.tensors.arguments import whole
+from scio_recorder.tensors.arguments import floating_or_none, whole
 from scio_recorder.tensors.copies import dtype_name
 
 Transform: TypeAlias = Callable[[Any, Any], Tensor]
@@ -75,12 +75,7 @@ class CollectOptions:
                     f"{name} is a {type(given).__name__}, and not a function: write "
                     f"{name}=lambda batch: ..."
                 )
-        dtype = self.dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise CollectError(
-                f"dtype={dtype!r}: give a floating-point dtype such as torch.bfloat16; other "
-                "activations keep their dtype, which transform= can change"
-            )
+        floating_or_none(self.dtype, CollectError)
         rows_or_none(self.rows, CollectError)
 
     @classmethod

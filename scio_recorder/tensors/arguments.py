@@ -1,8 +1,9 @@
-"""Checks of arguments that are numbers, True or False, or devices."""
+"""Checks of arguments that are numbers, True or False, dtypes, or devices."""
 
 from __future__ import annotations
 
 from operator import index
+from typing import Any
 
 import torch
 
@@ -77,6 +78,39 @@ def boolean(name: str, value: object, error: type[RecorderError]) -> bool:
     if not isinstance(value, bool):
         raise error(f"{name}={value!r}: write True or False")
     return value
+
+
+def floating_or_none(value: Any, error: type[RecorderError]) -> torch.dtype | None:
+    """Return a dtype of floating-point numbers, or None; refuse other values.
+
+    Parameters
+    ----------
+    value : any
+        The argument ``dtype=``.
+    error : type
+        The class of the error.
+
+    Returns
+    -------
+    torch.dtype or None
+        The value.
+
+    Raises
+    ------
+    `error`
+        It is neither.
+
+    Examples
+    --------
+    >>> floating_or_none(torch.bfloat16, CollectError)
+    torch.bfloat16
+    """
+    if value is None or (isinstance(value, torch.dtype) and value.is_floating_point):
+        return value
+    raise error(
+        f"dtype={value!r}: give a floating-point dtype such as torch.bfloat16; values of other "
+        "kinds keep their dtype"
+    )
 
 
 def usable_device(value: torch.device | str, error: type[RecorderError]) -> torch.device:
