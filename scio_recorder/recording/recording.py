@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -235,7 +236,14 @@ def opened(reader: RunReader, given: Mapping[DepthIdx, Reductions]) -> Recording
     """Return the recording of a reader; ``given`` are its reductions, if the caller has them."""
     header = dict(reader.header)
     architecture = Architecture.from_dict(header.pop("architecture", None))
-    states = _states(reader)
+    try:
+        states = _states(reader)
+    except RecordingError as error:
+        again = RunReader(reader.path)
+        if error.errno != errno.ENOENT or again.fingerprint() == reader.fingerprint():
+            raise
+        # A writer has committed more meanwhile, and replaced a state.
+        return opened(again, given)
     try:
         held = held_by(reader, architecture)
         errors = _relative_errors(architecture, [_mapping(state, "rounding") for state in states])

@@ -9,6 +9,7 @@ from torch import nn
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
 from scio_recorder.reductions import Covariance, Fold, Histogram, Mean, Moments
 from scio_recorder.stores import Disk
+from scio_recorder.stores.disk_format.reader import RunReader
 from tests.recording.nets import assert_same, batches, expected, recorder
 
 
@@ -38,6 +39,33 @@ def test_resumed_from_every_state(after, tmp_path):
         assert recording.complete
         # Complete: nothing is run, nothing is looked at.
         assert bool(seen) is (attempt == 0)
+
+
+def test_opened_while_a_writer_commits_more_and_replaces_states(tmp_path):
+    rnet, data = recorder("0"), batches(4, 4, 3, 4)
+    path, seen = tmp_path / "run", []
+    read_state = RunReader.read_state
+
+    def late(self, rank=0):
+        # What this reader has found is replaced, and replaced again.
+        seen.append(self)
+        if len(seen) == 1:
+            for after in (2, 3, 4):
+                interrupted(rnet, data, path, after, reduce=Covariance(), resume=True)
+        return read_state(self, rank)
+
+    interrupted(rnet, data, path, 1, reduce=Covariance())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunReader, "read_state", late)
+        found = open_recording(path)
+    assert found.num_samples == 15
+    (values,) = expected(rnet, data).values()
+    torch.testing.assert_close(found["0"].covariance, values.double().T.cov().float())
+    # One that is missing is damage.
+    for state in path.glob("state-*"):
+        state.unlink()
+    with pytest.raises(RecordingError, match="No such file"):
+        open_recording(path)
 
 
 def test_skipped_batches_are_not_run(tmp_path):
