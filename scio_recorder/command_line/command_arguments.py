@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from inspect import getdoc
+from typing import NoReturn
 
 
 def parsed_from(arguments: Sequence[str] | None) -> Namespace:
     """Return the parsed arguments, or exit the program if they can't be parsed."""
     # Without a word, the commands are listed.
     words = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    parser = ArgumentParser(
+    parser = _Parser(
         prog="scio-recorder",
         description="Record and change what happens inside a PyTorch network.",
     )
@@ -31,7 +32,31 @@ def parsed_from(arguments: Sequence[str] | None) -> Namespace:
         command = commands.add_parser(add.__name__, help=about, description=text)
         command.add_argument("--traceback", action="store_true", help="show an error's origin")
         add(command)
-    return parser.parse_args(words)
+    parsed, unknown = parser.parse_known_args(_with_whole_shapes(words))
+    if unknown:
+        commands.choices[parsed.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return parsed
+
+
+class _Parser(ArgumentParser):
+    """Explains in one line what is wrong, as commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        is_greedy = self.prog.endswith(("collect", "compare"))
+        if is_greedy and "required: " in message and "required: -" not in message:
+            message += " (write it before --layers and --match, which take all words that follow)"
+        self.exit(2, f"scio-recorder: error: {message}; {self.prog} --help lists what there is\n")
+
+
+def _with_whole_shapes(words: Iterable[str]) -> list[str]:
+    """Return words, of which ``--input-size 1 3 32 32`` has one for the shape."""
+    found: list[str] = []
+    for word in words:
+        if word.isdecimal() and found[-2:-1] == ["--input-size"]:
+            found[-1] += f",{word}"
+        else:
+            found.append(word)
+    return found
 
 
 def summary(command: ArgumentParser) -> None:
@@ -148,7 +173,7 @@ def demo(command: ArgumentParser) -> None:
 def size(text: str) -> tuple[int, ...]:
     """Read a shape."""
     try:
-        shape = tuple(int(part) for part in text.split(","))
+        shape = tuple(int(part) for part in text.strip("()[]").split(","))
     except ValueError:
         shape = ()
     if not shape or min(shape) < 0:

@@ -206,6 +206,55 @@ def test_what_the_parser_refuses(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["collect", "--layers", "fc", "a:b", "--input-size", "1"], "(write it before --layers"),
+        (
+            ["compare", "a", "--match", "0=1", "b"],
+            "CANDIDATE (write it before --layers and --match",
+        ),
+        (["summary", "--input-size", "1"], "MODULE:NAME; scio-recorder summary --help lists"),
+        (["report", "run", "--titel", "x"], "--titel x; scio-recorder report --help lists"),
+        ([], "COMMAND; scio-recorder --help lists"),
+    ],
+)
+def test_the_parser_says_in_a_line_what_to_write(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments or ["--what"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("scio-recorder: error: ")
+    assert said.count("\n") == 1
+    assert words in said
+
+
+@pytest.mark.parametrize(
+    "size",
+    [["2", "3"], ["2,3"], ["(2, 3)"], ["[2,3]"], ["2, 3"]],
+)
+def test_shapes_as_people_write_them(size: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    before = out(capsys, "--input-size", *size, "cli_nets:Small")
+    assert out(capsys, "cli_nets:Small", "--input-size", *size) == before
+    assert "(2, 4)" in before
+
+
+@pytest.mark.parametrize("words", [["--help"], ["collect", "--help"], ["--version"], ["--what"]])
+def test_help_comes_without_torch(words: list[str]) -> None:
+    code = f"""
+import sys
+from scio_recorder.command_line import main
+try:
+    main({words})
+except SystemExit:
+    print(sorted({{"torch", "numpy", "rich", "torchinfo"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+
+
 def test_demo_without_scikit_learn(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
