@@ -465,10 +465,9 @@ class SampleReduction(Reduction):
         with undisturbed("cpu"):
             self._add_waiting()
         state: dict[str, Any] = {"construction": self.recipe, "count": self._count}
-        if self._shape is not None:
-            state["shape"] = list(self._shape)
-        if self._dtype is not None:
-            state["dtype"] = dtype_name(self._dtype)
+        if not self._count:
+            return state
+        state |= {"shape": list(self._shape or ()), "dtype": dtype_name(self._dtype)}
         for name, value in self._state().items():
             if value is not None:
                 state[name.removeprefix("_")] = map_tensors(_snapshot, value)
@@ -552,15 +551,12 @@ class SampleReduction(Reduction):
 
     def _odd_part(self) -> str | None:
         """Name a part of the state that no data give; None if there is none."""
-        shape, members = self._shape or (), self._members.values()
+        dtype, shape, members = self._dtype, self._shape or (), self._members.values()
         if not all(is_of_kind(size, "whole", {}) for size in (self._count, *shape)):
             return "count or shape"
         if not self._count:
             return None
-        if (
-            self._dtype != working_dtype(self._dtype)
-            or self._dtype.is_complex > self._takes_complex
-        ):
+        if dtype != working_dtype(dtype) or dtype.is_complex > self._takes_complex:
             return "dtype"
         if members and (self._by is None or sum(one._count for one in members) != self._count):
             return "classes"
