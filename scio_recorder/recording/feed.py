@@ -284,12 +284,13 @@ class Feed:
             given = self._given_ids(batch, number)
         else:
             number = len(counting_tensor(inputs)) if number is None else number
+            first = self.num_samples + (self.part or 0) * IDS_OF_A_PART
             if not self.has_indices:
-                first = self.num_samples + (self.part or 0) * IDS_OF_A_PART
                 return range(first, first + number), number
-            given = self._chosen_ids(number)
+            given = [] if self._chosen is None else self._chosen.indices
+        own = self._num_own(len(given) if number is None else number)
         try:
-            ids = to_ids(given[: self._num_own(len(given))])
+            ids = to_ids(given[:own])
         except ValueError as error:
             raise CollectError(f"sample_ids of batch {self.number}: {error}") from None
         each: Iterable[Any] = ids
@@ -303,30 +304,19 @@ class Feed:
             self._seen.add(value)
         return ids, len(given)
 
-    def _chosen_ids(self, number: int) -> list[Any]:
-        """Return the indices of the current batch, which has this many samples."""
-        indices = [] if self._chosen is None else self._chosen.indices
-        if len(indices) != number:
-            raise CollectError(
-                f"the sampler chose {len(indices)} samples for batch {self.number}, but the "
-                f"batch has {number}: write sample_ids=lambda batch: ... with one id for each"
-            )
-        return indices
-
     def _num_own(self, number: int) -> int:
-        """Return the number of samples of the batch, from the first on, that are not repeats."""
+        """Return how many of a batch's samples, from the first on, are no repeats of a sampler."""
         if self._chosen is None:
             return number
         chosen, own = len(self._chosen.indices), self._chosen.num_own
-        if own in (0, chosen):
-            return number if own else 0
-        if number != chosen:
+        if number != chosen and (self.asked.sample_ids is None or 0 < own < chosen):
             raise CollectError(
-                f"{chosen - own} of {chosen} samples of batch {self.number} are repeats that the "
-                f"sampler added, and it is unknown which of the {number} ids belong to them: give "
-                "the sampler drop_last=True"
+                f"the sampler chose {chosen} samples for batch {self.number}, of which it repeats "
+                f"{chosen - own}, but the batch has {number}, and it is unknown which they are: "
+                "write sample_ids=lambda batch: ... with one id for each, or give the sampler "
+                "drop_last=True"
             )
-        return own
+        return number if own == chosen else own
 
     def _given_ids(self, batch: Any, number: int | None) -> list[Any]:
         given = self._result_of("sample_ids", batch)
