@@ -275,7 +275,7 @@ def test_samples_are_counted_as_the_sampler_counts_them(tmp_path):
     ):
         recorder().collect(loader, store=f"disk:{tmp_path}/run")
     twice = {"sample_ids": lambda batch: [f"{x[0]}-{i}" for i, x in enumerate(batch)]}
-    with pytest.raises(CollectError, match=r"1 of 3 samples.*6 ids.*drop_last"):
+    with pytest.raises(CollectError, match=r"chose 3 samples.*repeats 1.*batch has 6.*drop_last"):
         recorder().collect(distributed_with(loader, batch=4), store=f"disk:{tmp_path}/b", **twice)
 
 
