@@ -75,7 +75,7 @@ def sweep(
     _check(capture, metric)
     inputs = _inputs("clean", clean), _inputs("corrupted", corrupted)
     with (
-        untouched(capture.net, *inputs) as state,
+        untouched(capture.net, *inputs[0], *inputs[1]) as state,
         # It ends with gradients as they were when it began.
         torch.inference_mode(False),
         torch.set_grad_enabled(estimate),

@@ -30,6 +30,8 @@ LOST = {
     "tensor_subclass_output": {"tag"},
     "parameter_and_buffer_returned": {"weight"},
     "leaf_made_inside": {"start"},
+    "change_of_passed_through": {"identity", "dropout"},
+    "checkpointed_shared_reentrant": {"shared", *(f"shared.{i}" for i in range(4))},
     "checkpointed_reentrant": {
         name for at in ("block", "other") for name in (at, *(f"{at}.{i}" for i in range(4)))
     },

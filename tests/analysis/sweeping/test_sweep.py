@@ -154,6 +154,24 @@ def test_each_run_has_a_cache_of_its_own() -> None:
         assert float(effects[layer.label]) == hand.patched(((corrupted,), {}), key, found[key])
 
 
+@pytest.mark.parametrize("estimate", [False, True])
+def test_inputs_that_the_network_changes_are_put_back(estimate: bool) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(Do(lambda x: x.add_(1)), nn.Linear(3, 3))
+
+    given = [{"input": X.clone()}, {"input": Y.clone()}]
+    rnet = recorder(build(), "0", "1", input_size=(2, 3))
+    effects = rnet.sweep(*given, lambda output: output.square().sum(), estimate=estimate)
+    hand = ByHand(build, lambda output: output.square().sum())
+    clean, found = hand.run(((X,), {}))
+    assert (effects.clean, effects.corrupted) == (clean, hand.run(((Y,), {}))[0])
+    for name in ("0", "1") if not estimate else ():
+        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+    assert torch.equal(given[0]["input"], X)
+    assert torch.equal(given[1]["input"], Y)
+
+
 class Noting(nn.Module):
     """Writes what it gets to somewhere, for a later module to read."""
 
