@@ -51,7 +51,7 @@ class CompiledPass:
         self.counts: dict[int, int] = {}
         self.values: dict[DepthIdx, Any] = {}
         # The modules that have hooks of others behind ours, whose changes a record misses.
-        self.overtaken: dict[int, bool] = {}
+        self.hooks_behind: dict[int, bool] = {}
         self.has_hooks = True
         # Whether copies were taken off a graph.
         self.is_on_graph = False
@@ -71,7 +71,7 @@ class CompiledPass:
         self.is_on_graph |= isinstance(output, Tensor) and output.requires_grad
         before = _copy(output) if self.keeps else None
         if self.posts is not None and label in self.posts:
-            if index in self.overtaken:
+            if index in self.hooks_behind:
                 raise PostprocessorError(
                     f"another hook acts on layer {label} behind the post-processor in a compiled "
                     "pass: call record(...) again, after which it acts before"
@@ -135,7 +135,7 @@ class CompiledPass:
         """Say why the hooks can't have seen what the layers returned; None if they have."""
         if not self.has_hooks:
             return "a pass that failed has taken the recorder's hooks away"
-        layers = few(self.program.layers_of(self.overtaken), 4)
+        layers = few(self.program.layers_of(self.hooks_behind), 4)
         return f"another hook acts behind the recorder's on {layers}" if layers else None
 
     def _check_is_copy(self, label: DepthIdx, value: Any) -> None:

@@ -367,7 +367,7 @@ class Capture:
         Code that was made for another order follows hooks that are new, not a change of order.
         """
         with self._lock:
-            if self._compiled is not None and self._compiled.overtaken:
+            if self._compiled is not None and self._compiled.hooks_behind:
                 self._hooks.detach()
             self._hooks.make_last()
 

@@ -141,16 +141,16 @@ class ModuleHook(Uncopied):
         if local.outside is not None:
             local.outside.add(self.index)
         if RUNNING:
-            self._tell_passes_of_other_threads()
+            self._note_for_other_threads()
         return None
 
-    def _tell_passes_of_other_threads(self) -> None:
+    def _note_for_other_threads(self) -> None:
         """Note a call in a thread without a pass, which the network of a pass may have started."""
         running, thread = list(RUNNING.values()), threading.get_ident()
         if all(one.thread != thread for one in running):
             for one in running:
                 if one.site is self.site:
-                    one.current.called_elsewhere.add(self.index)
+                    one.current.called_in_other_threads.add(self.index)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Take the inputs of the module's forward; return those that it receives instead.
@@ -172,12 +172,12 @@ class ModuleHook(Uncopied):
         compiled = TRACED.get(self.name)
         if compiled is None:
             return None
-        behind = False
+        is_behind = False
         for hook in private.forward_hooks(module)[0].values():
             owner = getattr(hook, "__self__", hook)
-            if behind and not isinstance(owner, Uncopied):
-                compiled.overtaken[self.index] = True
-            behind = behind or owner is self
+            if is_behind and not isinstance(owner, Uncopied):
+                compiled.hooks_behind[self.index] = True
+            is_behind = is_behind or owner is self
         return compiled.receive(self.index, output)
 
 

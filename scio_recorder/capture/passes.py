@@ -111,7 +111,7 @@ class Pass:
         self.is_bare = True
         self._counts: dict[int, int] = {}
         # The modules that other threads have called meanwhile, outside of any pass.
-        self.called_elsewhere: set[int] = set()
+        self.called_in_other_threads: set[int] = set()
         self._positions: Sequence[int] = ()
 
     def receive(self, index: int, args: Any, output: Any) -> Any:
@@ -246,7 +246,7 @@ class Pass:
         """
         program, log = self.program, self.log
         modules, is_as_labelled = log[::3], True
-        if self.called_elsewhere and not program.counts_calls:
+        if self.called_in_other_threads and not program.counts_calls:
             raise FlowError(f"the records of this pass lack calls.{self._explain_threads()}")
         self._positions = range(len(modules))
         if modules != program.expected:
@@ -317,9 +317,9 @@ class Pass:
 
     def _explain_threads(self) -> str:
         """Return a sentence for an error, if other threads may be the cause."""
-        if not self.called_elsewhere:
+        if not self.called_in_other_threads:
             return ""
-        layers = few(self.program.layers_of(self.called_elsewhere), 4)
+        layers = few(self.program.layers_of(self.called_in_other_threads), 4)
         return (
             f"\nMeanwhile another thread called {layers}. A pass has the calls of its own thread: "
             "record a module around those that the network runs in worker threads, or let it run "

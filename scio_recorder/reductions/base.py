@@ -489,7 +489,7 @@ class SampleReduction(Reduction):
                 )
             with undisturbed("cpu"):
                 self._load(state)
-            if (part := self._odd_part()) is not None:
+            if (part := self._wrong_part()) is not None:
                 raise ValueError(f"its {part} can't be that of any data")
         except CollectError:
             raise
@@ -549,7 +549,7 @@ class SampleReduction(Reduction):
                 raise TypeError(f"{member['label']!r} is no label")
             self._member(member["label"]).load_state_dict(member["state"])
 
-    def _odd_part(self) -> str | None:
+    def _wrong_part(self) -> str | None:
         """Name a part of the state that no data give; None if there is none."""
         dtype, shape, members = self._dtype, self._shape or (), self._members.values()
         if not all(is_of_kind(size, "whole", {}) for size in (self._count, *shape)):
