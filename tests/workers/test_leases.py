@@ -179,7 +179,7 @@ def test_clocks_that_are_set_otherwise_and_go_wrong(ahead, rate):
         lease.check()
 
 
-def test_a_holder_that_others_have_behind_ours_notices_when_it_renews():
+def test_a_holder_that_others_have_overtaken_notices_when_it_renews():
     one = Alone()
     lease = one.worker("a").take()
     assert lease is not None
