@@ -204,13 +204,22 @@ class Weights:
 def _add(digest: xxhash.xxh3_128, tensor: Tensor) -> None:
     digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
     with torch.no_grad():
-        for part in _held(tensor.detach()):
+        for part in plain_parts(tensor.detach()):
             for piece in _pieces(part):
                 digest.update(piece.to("cpu", copy=True).numpy().data)
 
 
-def _held(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors with all the numbers of one that may not be plain."""
+def plain_parts(tensor: Any) -> Iterator[Tensor]:
+    """Yield plain tensors with all the numbers of one that may not be plain.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any that is off the graph. Of one that is spread over processes, this process's part counts.
+    """
+    if hasattr(tensor, "trigger_wait"):
+        # The result of an operation with other processes, which may not have ended.
+        tensor = tensor.wait()
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if tensor.is_meta:
         return
@@ -218,7 +227,7 @@ def _held(tensor: Tensor) -> Iterator[Tensor]:
         for inner in (getattr(tensor, name) for name in flatten()[0]):
             # Other values, such as a mesh of devices, may be among them.
             if isinstance(inner, Tensor):
-                yield from _held(inner.detach())
+                yield from plain_parts(inner.detach())
     elif tensor.is_nested:
         yield from tensor.unbind()
     elif tensor.is_quantized:

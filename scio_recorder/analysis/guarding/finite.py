@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.tensors.copies import is_dense, version_of
+from scio_recorder.tensors.digests import plain_parts
 from scio_recorder.tensors.structures import tensors
 
 KINDS = ("nan", "inf")
@@ -59,8 +60,9 @@ def examine(tensor: Tensor) -> NonFinite | None:
     NonFinite(nan=1, inf=1, first_nan=2, first_inf=1, shape=(3,))
     """
     if type(tensor) not in _PLAIN or not is_dense(tensor):
-        inner = _values_of(tensor.detach())
-        return None if inner is None else examine(inner)
+        parts = [one for one in map(examine, plain_parts(tensor.detach())) if one is not None]
+        totals = {kind: sum(getattr(one, kind) for one in parts) for kind in KINDS}
+        return parts[0]._replace(**totals) if parts else None
     dtype = tensor.dtype
     if tensor.is_meta or not (dtype.is_floating_point or dtype.is_complex):
         return None
@@ -81,24 +83,6 @@ def _counted(values: Tensor) -> NonFinite | None:
     )
     found = NonFinite(nan, inf, first_nan, first_inf, tuple(values.shape))
     return found if nan or inf else None
-
-
-def _values_of(tensor: Any) -> Tensor | None:
-    """Return the values of another kind of tensor as a plain one; None if it has none."""
-    found: Any = None
-    if hasattr(tensor, "to_local"):
-        # The shard of this process: gathering the others would need all processes.
-        found = tensor.to_local()
-    elif hasattr(tensor, "trigger_wait"):
-        # The result of an operation with other processes, which may not have ended.
-        found = tensor.wait()
-    elif tensor.layout == torch.sparse_coo:
-        found = tensor.coalesce().values()
-    elif tensor.is_nested or tensor.layout != torch.strided:
-        found = tensor.values()
-    elif is_dense(tensor):
-        found = tensor.as_subclass(Tensor)
-    return found if type(found) is Tensor else None
 
 
 class Known:
