@@ -9,7 +9,7 @@ those of another function.
 The region ties a re-run to its first run: the object that torch keeps in the graph for each
 checkpointed call. That is the context of an autograd function whose ``forward`` runs modules
 (reentrant checkpointing and similar functions), or torch's own object (non-reentrant). Functions
-that are running when a hook is called hold it, in the first run and in the re-run. So each event of
+that are running when a hook is called hold it, in the first run and in the re-run. So each call of
 a pass marks the regions around it, found by walking up the stack, and a re-run looks for the
 nearest marked region in the same way. The marks live as long as the graph.
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 # The index of a called module, and which of its calls it was.
-_Event: TypeAlias = "tuple[int, CallKey]"
+_MarkedCall: TypeAlias = "tuple[int, CallKey]"
 _ATTRIBUTE = "_scio_recorder_marks"
 # The functions that begin a backward pass: it does not run again what is around them.
 _BACKWARD = {inspect.unwrap(f).__code__ for f in (torch.autograd.backward, torch.autograd.grad)}
@@ -94,7 +94,7 @@ def _region_of(frame: FrameType) -> Region | None:
 
 
 def _first_runs(outermost: Collection[CodeType]) -> list[Any]:
-    """Return the objects that the graph will keep of the regions around an event of a pass."""
+    """Return the objects that the graph will keep of the regions around a call of a pass."""
     around = [region.kept for region in regions(outermost)]
     # Nothing on the stack holds a region that hooks of a module begin and end.
     saving = private.region_that_saves()
@@ -106,26 +106,26 @@ def _first_runs(outermost: Collection[CodeType]) -> list[Any]:
 class _Mark:
     """One region of one pass."""
 
-    __slots__ = ("counts", "events", "rerun", "root", "task")
+    __slots__ = ("calls", "counts", "rerun", "root", "task")
 
     def __init__(self, rerun: Rerun, root: int | None = None) -> None:
         self.rerun = rerun
         # The calls of modules: by returns, and by starts, which come in another order
         # if modules call themselves, and of which some are of calls that fail.
-        self.events: tuple[list[_Event], list[_Event]] = ([], [])
+        self.calls: tuple[list[_MarkedCall], list[_MarkedCall]] = ([], [])
         # The backward pass in which the mark was made, if any: checkpointing in a re-run region.
         self.root = root
         self.task = -1
         self.counts: dict[tuple[int, bool], int] = {}
 
-    def next_event(self, index: int, *, starts: bool) -> _Event | None:
-        """Return the event of the next call of a module in this re-run, by starts or returns."""
+    def next_call(self, index: int, *, starts: bool) -> _MarkedCall | None:
+        """Return the next call of a module in this re-run, by starts or returns."""
         task = private.backward_pass()
         if task != self.task:
             self.task, self.counts = task, {}
         count = self.counts.get((index, starts), 0)
         self.counts[index, starts] = count + 1
-        found = [event for event in self.events[starts] if event[0] == index]
+        found = [call for call in self.calls[starts] if call[0] == index]
         return found[count] if count < len(found) else None
 
 
@@ -150,12 +150,12 @@ class Rerun:
     def note(self, index: int, call: CallKey, *, starts: bool = False) -> None:
         """Mark the regions around the return, or the start, of a module's call in the first run."""
         owner = self._owner()
-        assert owner is not None, "the hooks that bring events hold it"
+        assert owner is not None, "the hooks that bring calls hold it"
         for region in _first_runs(self._outermost):
             mark = owner.on(region)
             if mark is None or mark.rerun is not self:
                 mark = owner.put(region, _Mark(self))
-            mark.events[starts].append((index, call))
+            mark.calls[starts].append((index, call))
 
     def again(self, call: CallKey, output: Any, start: int, task: int) -> Any:
         """Do to an output what the first run did to it; None leaves it as it is."""
@@ -221,16 +221,16 @@ class Reruns:
     def inputs_again(self, index: int, args: Any, kwargs: Any) -> Any:
         """Post-process inputs in a re-run; None leaves them as they are."""
         self._call_starts.begin(index)
-        mark, call, _ = self._next_event(index, starts=True)
+        mark, call, _ = self._next_call(index, starts=True)
         return None if mark is None else mark.rerun.inputs_again(call.label, args, kwargs)
 
     def again(self, index: int, output: Any) -> Any:
         """Post-process an output in a re-run; None leaves it as it is."""
         start = self._call_starts.end(index)
-        mark, call, task = self._next_event(index, starts=False)
+        mark, call, task = self._next_call(index, starts=False)
         return None if mark is None else mark.rerun.again(call, output, start, task)
 
-    def _next_event(self, index: int, *, starts: bool) -> tuple[Any, Any, int]:
+    def _next_call(self, index: int, *, starts: bool) -> tuple[Any, Any, int]:
         """Return the mark of the nearest re-run region, and the call that comes next.
 
         The last item is the backward pass that the call belongs to.
@@ -241,14 +241,14 @@ class Reruns:
             if mark is None:
                 inner.append(region.kept)
                 continue
-            event = mark.next_event(index, starts=starts)
+            found = mark.next_call(index, starts=starts)
             task = private.backward_pass() if mark.root is None else mark.root
-            if event is None:
+            if found is None:
                 return None, None, task
             for around in inner:
                 # Checkpointing inside a checkpointed region: its own re-run comes later.
                 own = self.on(around) or self.put(around, _Mark(mark.rerun, task))
-                own.events[starts].append(event)
-            _, call = event
+                own.calls[starts].append(found)
+            _, call = found
             return (None if call.label is None else mark), call, task
         return None, None, -1

@@ -43,7 +43,7 @@ from scio_recorder.tensors.structures import Rebuild, flatten, tensors
 # tensors of a structure, and BARE to an output that is itself a tensor. Of several calls, the one
 # that needs most decides: kinds are in that order.
 LEARN, REFERENCE, BARE, COPY = range(4)
-# The two things of each event that have a kind.
+# The two things of each call that have a kind.
 OUTPUT, INPUT = range(2)
 
 _Kinds: TypeAlias = "tuple[list[int], list[int]]"

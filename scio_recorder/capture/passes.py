@@ -1,4 +1,4 @@
-"""One forward pass: its log of events, and the records made of them when it ends."""
+"""One forward pass: its log of calls, and the records made of them when it ends."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class _PendingInputs(NamedTuple):
 class Pass:
     """The state of one forward pass, alive on one thread's stack.
 
-    ``log`` holds three entries for each event: the index of the module, its output (or how that is
+    ``log`` holds three entries for each call: the index of the module, its output (or how that is
     kept), and the version at that moment. It is flat, so that the end of a pass can compare the
-    columns with the expected ones without visiting each event.
+    columns with the expected ones without visiting each call.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Pass:
         # If a module may run any number of times, a sink takes all its calls at once.
         self._hands_on = sink is not None and program.counts_calls
         self._keeps_outputs = records_outputs or (sink is not None and not self._hands_on)
-        # The number of selected events before the pass may stop.
+        # The number of selected calls before the pass may stop.
         self._left = len(program.order) if stops and program.counts_calls else None
         options = program.options
         is_simple = not posts.acts and records_outputs and sink is None and not stops
@@ -107,7 +107,7 @@ class Pass:
         self.moments: dict[DepthIdx, LiveMoment] = {}
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
-        # Whether every event so far took the fast path, which logs bare tensors.
+        # Whether every call so far took the fast path, which logs bare tensors.
         self.is_bare = True
         self._counts: dict[int, int] = {}
         # The modules that other threads have called meanwhile, outside of any pass.
@@ -257,8 +257,8 @@ class Pass:
             values, versions = log[1::3], log[2::3]
             return Records.of_tensors(program.architecture, program.order, values, versions), None
         hold = holder()
-        events = zip(self._positions, log[1::3], log[2::3], strict=True)
-        kept = [event for event in events if event[1] is not NOTHING]
+        calls = zip(self._positions, log[1::3], log[2::3], strict=True)
+        kept = [call for call in calls if call[1] is not NOTHING]
         activations = self._records(kept if self._keeps_outputs else [], hold)
         if self._sink is not None and not self._hands_on:
             for label in activations:
@@ -274,8 +274,8 @@ class Pass:
         keeps_nothing = self._sink is not None and not self._inputs
         if keeps_nothing or options.copy == "always" or options.offload:
             return
-        events = [(OUTPUT, *event) for event in zip(self._positions, self.log[1::3], strict=True)]
-        events += [(INPUT, *event) for event in self._inputs]
+        calls = [(OUTPUT, *call) for call in zip(self._positions, self.log[1::3], strict=True)]
+        calls += [(INPUT, *call) for call in self._inputs]
         kinds, lasting = self.kinds, set()
         if LEARN in (*kinds[OUTPUT], *kinds[INPUT]):
             # Batch norm and fused optimisers write to buffers and parameters without a new version.
@@ -286,13 +286,13 @@ class Pass:
             kinds,
             [
                 (what, position, kept.next_kind(kinds[what][position], lasting))
-                for what, position, kept in events
+                for what, position, kept in calls
                 if type(kept) is KeptValue and kept is not NOTHING
             ],
         )
 
     def _positions_of(self, modules: list[int]) -> list[int]:
-        """Return the positions of the events, in a pass whose modules returned in another order."""
+        """Return the positions of the calls, in a pass whose modules returned in another order."""
         seen: Counter[int] = Counter()
         positions = []
         for module in modules:
@@ -302,7 +302,7 @@ class Pass:
         return positions
 
     def _check_counts(self, modules: list[int]) -> None:
-        # A pass that was stopped lacks the events that would have come later.
+        # A pass that was stopped lacks the calls that would have come later.
         last = self.program.last + 1 if self._left == 0 else None
         wrong = [f"\n  {text}" for text in self.program.wrong_calls(Counter(modules), last)]
         if wrong:
@@ -327,12 +327,12 @@ class Pass:
         )
 
     def _records(
-        self, events: list[tuple[int, Any, int]], hold: Hold, what: str = "activation"
+        self, kept: list[tuple[int, Any, int]], hold: Hold, what: str = "activation"
     ) -> Records:
         """Make one entry for each layer: of its call, or of all calls if they are not counted."""
         program = self.program
         calls: dict[Any, list[Entry]] = {}
-        for position, value, version in events:
+        for position, value, version in kept:
             label = program.labels[position]
             if label is not None:
                 entry = value.record(hold) if type(value) is KeptValue else value

@@ -1,4 +1,4 @@
-"""The program of a selection: the table of the events to record."""
+"""The program of a selection: the table of the calls to record."""
 
 from __future__ import annotations
 
@@ -60,11 +60,10 @@ class Sink(Protocol):
 
 
 class Program:
-    """The events that a pass must show, in the order in which modules returned at labelling.
+    """The calls that a pass must show, in the order in which modules returned at labelling.
 
-    An event is one call of a hooked module; a module is hooked if at least one of its calls is
-    selected, and then all its calls are counted. If calls are not counted, a module has one event,
-    which stands for all its calls.
+    A module is hooked if at least one of its calls is selected, and then all its calls are counted.
+    If calls are not counted, a module has one entry, which stands for all its calls.
     """
 
     def __init__(
@@ -81,15 +80,15 @@ class Program:
         self.no_receivers: list[Any] = [None] * len(self.modules)
         index = {id(module): i for i, module in enumerate(self.modules)}
         # Bare tuples: dynamo can't follow the hash of a subclass.
-        events = sorted(
+        calls = sorted(
             (architecture[label].completion or 0, index[id(module)], (label[0], label[1]))
             for module in self.modules
             for label in self._calls(module)
         )
         chosen = set(recording)
-        self.expected: list[int] = [module for _, module, _ in events]
+        self.expected: list[int] = [module for _, module, _ in calls]
         self.labels: list[DepthIdx | None] = [
-            label if label in chosen else None for _, _, label in events
+            label if label in chosen else None for _, _, label in calls
         ]
         self.positions: list[list[int]] = [[] for _ in self.modules]
         for position, module in enumerate(self.expected):
@@ -105,7 +104,7 @@ class Program:
         for label in self.order:
             for key in (label, text_of(label), architecture[label].name):
                 self.keys[key] = (*self.keys.get(key, ()), label)
-        # The last selected event, after which a pass may stop.
+        # The last selected call, after which a pass may stop.
         self.last = max((at for at, label in enumerate(self.labels) if label), default=-1)
 
     def _calls(self, module: nn.Module) -> tuple[DepthIdx, ...]:
@@ -138,8 +137,8 @@ class Program:
 
     def layers_of(self, modules: Collection[int]) -> list[Layer]:
         """Return the recorded layers of modules, which are given by index."""
-        events = zip(self.expected, self.labels, strict=True)
-        labels = [label for module, label in events if module in modules and label is not None]
+        calls = zip(self.expected, self.labels, strict=True)
+        labels = [label for module, label in calls if module in modules and label is not None]
         return [self.architecture[label] for label in labels]
 
     def modules_of(self, labels: Iterable[DepthIdx]) -> set[int]:
