@@ -93,9 +93,9 @@ def recording_at(path: str, *, other: str = "") -> str:
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """Return the dtype of a name."""
-    dtype = DTYPES.get(text.removeprefix("torch."))
-    if dtype is None:
+    """Return the dtype of a name, as torch has it."""
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         near = nearest(text, DTYPES)
         raise UsageError(f"{text!r} is not a dtype; write it like float32 or int64{near}")
     return dtype

@@ -38,6 +38,8 @@ _OPTIONS = {
     "every": "--every",
     "atol": "--atol",
     "floor": "--floor",
+    "input_data": "--input-data",
+    "input_size": "--input-size",
     "match": "--match",
     "max_batches": "--max-batches",
     "rtol": "--rtol",
@@ -53,7 +55,8 @@ _WORDS = (
     (r"open_recording\((['\"].+?['\"])\)", r"scio-recorder inspect \1"),
     (r"with open_recording", "with scio-recorder inspect"),
     (r"^(make_)?batches is\b", "--data is"),
-    (r"\b(batches=(?=\S)|input_data=(?=x\.))", ""),
+    (r"\bnum_parts\b", "--parts"),
+    (r"(?<![\w-])batches=(?=\S)", ""),
     (r"\binput_(size|data)\b", r"--input-\1"),
     (r"=\[torch\.long\]", " int64"),
     (r"=Tokens\(\)", " tokens"),
@@ -61,6 +64,8 @@ _WORDS = (
     (r"[ =]\{['\"]([^'\"]+)['\"]: ['\"]([^'\"]+)['\"]\}", r" '\1=\2'"),
     (r"\b[Ww]rite (?=to_inputs=)", "let --data give what the net takes, or write "),
 )
+# A shape, which is written without brackets and spaces.
+_SHAPE = re.compile(r"--input-size=\(([\d, ]+?),?\)")
 
 
 def command_message(text: str) -> str:
@@ -72,12 +77,15 @@ def command_message(text: str) -> str:
     'the folder holds a recording: resume it with --resume, or give --rows'
     >>> command_message("the shapes differ: pad them by transform=")
     'the shapes differ: ... In Python, write Recorder(net, ...).collect(batches, transform=...)'
+    >>> command_message("input_size=(3,) failed: write input_size=(1, 3), or give input_data=")
+    '--input-size 3 failed: write --input-size 1,3, or give --input-data'
     """
     # A value follows an equals sign.
     keyword = re.compile(rf"(?<![\w-])({'|'.join(_OPTIONS)})=(?=(.?))")
     text = keyword.sub(lambda f: _OPTIONS[f[1]] + ("" if f[2] in " ,;:.)" else "="), text)
     for pattern, words in _WORDS:
         text = re.sub(pattern, words, text)
+    text = _SHAPE.sub(lambda found: f"--input-size {found[1].replace(' ', '')}", text)
     keywords = inspect.signature(Recorder.collect).parameters
     named = [name for name in keywords if re.search(rf"(?<![\w-]){name}=(?!=)", text)]
     if named:
@@ -85,6 +93,18 @@ def command_message(text: str) -> str:
         call = f"Recorder(net, ...).collect(batches, {given})"
         text = f"{text.removesuffix('.')}. In Python, write {call}"
     return text
+
+
+def in_one_line(text: str) -> str:
+    r"""Return a text without ends of lines, and without the signatures that torch lists.
+
+    Examples
+    --------
+    >>> in_one_line("linear() got (int), but expected one of:\n * (Tensor input)\nWrite x")
+    'linear() got (int), but expected one of: Write x'
+    """
+    text = re.sub(r"\n +(\* \(|didn't match).*", "", text)
+    return re.sub(r"(?<![.:;,])\s*\n\s*", ". ", text).replace("\n", " ")
 
 
 @contextmanager

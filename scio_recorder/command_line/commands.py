@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.filesize import decimal
+from torch.utils.data import DataLoader
 
 from scio_recorder.command_line.command_objects import (
     UsageError,
@@ -34,6 +35,7 @@ from scio_recorder.command_line.command_output import (
     WRONG_USE,
     command_message,
     command_warnings,
+    in_one_line,
     layer_table,
     print_line,
 )
@@ -92,7 +94,10 @@ def _outcome(parsed: Namespace, error: BaseException) -> tuple[str, int]:
     if not isinstance(error, UsageError | RecorderError | OSError):
         return f"error: {one_line(error)}", failed
     notes = (note.removesuffix(".") for note in getattr(error, "__notes__", ()))
-    text = ". ".join([command_message(" ".join(str(error).splitlines())), *notes])
+    text = ". ".join([command_message(in_one_line(str(error))), *notes])
+    if parsed.command == "compare":
+        # Nets are labelled with the first batch.
+        text = text.replace("--input-data", "--data")
     return f"error: {text}", failed if _is_failure(parsed, error) else WRONG_USE
 
 
@@ -131,15 +136,25 @@ def _recorder(parsed: Namespace, *, is_eval: bool = False) -> Recorder:
 
 def _inputs(parsed: Namespace) -> dict[str, Any]:
     if parsed.input_data is not None:
-        return {"input_data": made(parsed.input_data)}
+        data = made(parsed.input_data)
+        if data is None or isinstance(data, DataLoader | bool | int | float | str):
+            raise UsageError(
+                f"{parsed.input_data} is of type {type(data).__name__}: --input-data names an "
+                "input of the net: a tensor, a tuple, a dict of keywords, or a function that makes "
+                "it"
+            )
+        return {"input_data": data}
     sizes, dtypes = parsed.input_size, [*map(dtype_of, parsed.dtype)] or [torch.float32]
     if len(dtypes) not in (1, len(sizes)):
         raise UsageError(f"{len(dtypes)} --dtype for {len(sizes)} --input-size: give one or each")
-    return {"input_size": sizes, "dtypes": dtypes * (len(sizes) // len(dtypes))}
+    of_all = dtypes * (len(sizes) // len(dtypes))
+    return {"input_size": sizes if len(sizes) > 1 else sizes[0], "dtypes": of_all}
 
 
 def collect(parsed: Namespace, console: Console) -> None:
     """Record layers of a net over a dataset, and write them to a folder."""
+    if not parsed.out or os.path.isfile(parsed.out):
+        raise UsageError(f"--out {parsed.out!r}: name a folder, or a URL such as s3://bucket/run")
     options: dict[str, Any] = {
         "store": f"disk:{parsed.out}",
         "rows": rows_of(parsed.rows),

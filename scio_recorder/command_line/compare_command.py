@@ -36,7 +36,7 @@ def compare(parsed: Namespace, console: Console) -> int:
     match = dict(_pair(text) for text in parsed.match)
     rows = rows_of(parsed.rows)
     _refuse_mixtures(parsed, given)
-    inputs, batches = _first_inputs(None if parsed.data is None else made(parsed.data))
+    inputs, batches = _first_inputs(parsed.data)
     runs = [_run(target, parsed, inputs) for target in given]
     if parsed.layers is not None:
         runs[0].record(*parsed.layers)
@@ -83,10 +83,11 @@ def _refuse_mixtures(parsed: Namespace, given: Sequence[str]) -> None:
         raise UsageError("--layers is for a reference that is a net: leave it out")
 
 
-def _first_inputs(batches: Any) -> tuple[Inputs | None, Any]:
+def _first_inputs(target: str | None) -> tuple[Inputs | None, Any]:
     """Return the nets' inputs for the first batch, and all batches including the first."""
-    if batches is None:
+    if target is None:
         return None, None
+    batches = made(target)
     feed, iterator = Feed(batches), iter(batches)
     first = next(iterator, None)
     if first is None:

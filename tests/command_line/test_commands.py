@@ -41,6 +41,16 @@ class Branching(nn.Module):
     def forward(self, x):
         return self.layer(x) if x.sum() >= 0 else x
 
+class Image(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2)
+
+    def forward(self, x):
+        return self.norm(self.conv(x))
+
+pairs = ([1, 2],)
+loader = torch.utils.data.DataLoader([1])
 net = Small()
 build = lambda: Small()
 tensor = torch.zeros(5, 3)
@@ -178,11 +188,26 @@ def test_dtype_with_data_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--dtype" in capsys.readouterr().err
 
 
-def test_input_that_the_net_can_not_take(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["summary", "cli_nets:net", "--input-size", "2,5"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("scio-recorder: error: ")
-    assert "Traceback" not in captured.err
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["cli_nets:net", "--input-size", "2,5"], ["--input-size 2,5 failed", "2x5"]),
+        (["cli_nets:Image", "--input-size", "3,8,8"], ["write --input-size 1,3,8,8"]),
+        (["cli_nets:net", "--input-data", "cli_nets:number"], ["of type int", "a tuple, a dict"]),
+        (["cli_nets:net", "--input-data", "cli_nets:loader"], ["of type DataLoader", "a tensor"]),
+        (["cli_nets:Image", "--input-data", "cli_nets:pairs"], ["conv2d() received", "expected"]),
+    ],
+)
+def test_input_that_the_net_can_not_take(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["summary", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("scio-recorder: error: ")
+    assert said.count("\n") == 1
+    assert [word for word in words if word not in said] == []
+    # What torch would accept is not listed.
+    assert "padding" not in said
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,9 @@ def leaving():
     raise SystemExit(0)
 def nothing():
     return []
+def no_loader():
+    return None
+wide = [torch.ones(3, 5)]
 """
 NETS = ["compare", "compare_nets:reference", "compare_nets:changed"]
 DATA = ["--data", "compare_nets:data"]
@@ -139,6 +142,8 @@ TROUBLE = {
     "a broken net": ([*NETS[:2], "compare_nets:Broken", *DATA], "KeyError: 'no way'"),
     "a broken loader": ([*NETS, "--data", "compare_nets:failing"], "the share is gone"),
     "a loader that leaves": ([*NETS, "--data", "compare_nets:leaving"], "sys.exit"),
+    "no loader": ([*NETS, "--data", "compare_nets:no_loader"], "--data is a NoneType, which can't"),
+    "inputs": ([*NETS, "--data", "compare_nets:wide"], "the dry run of Sequential on --data="),
     "an empty loader": ([*NETS, "--data", "compare_nets:nothing"], "no batches"),
     "a tolerance": ([*NETS, *DATA, "--rtol", "-1"], "give a number from 0 on"),
     "no tolerance": ([*NETS, *DATA, "--atol", "nan"], "give a number from 0 on"),

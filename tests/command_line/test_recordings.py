@@ -146,7 +146,7 @@ def test_parts_and_their_status(capsys):
     assert "1 of 3 parts are complete, 0 are held" in capsys.readouterr().out
     strange.unlink()
     assert main([*command, "--parts", "2"]) == 2
-    assert "in 3 parts, and num_parts is 2 here" in capsys.readouterr().err
+    assert "in 3 parts, and --parts is 2 here" in capsys.readouterr().err
     assert main([*command, "--parts", "3"]) == 0
     assert "9 samples, complete" in capsys.readouterr().out
     assert main(["status", "run"]) == 0
@@ -206,8 +206,31 @@ def test_rows_that_are_none(rows, capsys):
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", ""], "--out '': name a folder"),
+        (["--out", "collect_nets.py"], "--out 'collect_nets.py': name a folder"),
+        (["--max-batches", "-1"], "error: --max-batches=-1: give a whole number from 1 on"),
+        (["--every", "0"], "error: --every=0: give a whole number from 1 on"),
+        (["--parts", "0"], "error: --parts=0: give a whole number from 1 on"),
+        (
+            ["--keep-dtype", "flaot16"],
+            "is not a dtype; write it like float32 or int64; the closest",
+        ),
+    ],
+)
+def test_options_that_can_not_be(arguments, words, capsys):
+    data = ["--data", "collect_nets:part_of"] if "--parts" in arguments else []
+    assert main([*COMMAND, "--layers", "0", "--out", "run", *data, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert is_one_line(said)
+    assert words in said
+    assert not Path("run").exists()
+
+
 def test_thinned_and_rounded(capsys):
-    options = ["--every", "2", "--max-batches", "1", "--keep-dtype", "float16"]
+    options = ["--every", "2", "--max-batches", "1", "--keep-dtype", "half"]
     assert main([*COMMAND, "--layers", "0", "--out", "run", *options]) == 0
     assert open_recording("run")["0"].dtype == torch.float16
     assert open_recording("run").num_samples == 3
