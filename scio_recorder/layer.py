@@ -152,6 +152,9 @@ class Layer:
         The output's structure with a ``TensorSpec`` for every tensor.
     shard : Shard or None
         Which shard its output is, if tensor parallelism gives each process a shard of its own.
+    called_as : str or None
+        If the net holds the module under several names: the name by which it was called, as far as
+        that can be seen.
 
     Examples
     --------
@@ -173,6 +176,7 @@ class Layer:
     completion: int | None
     output_spec: Any
     shard: Shard | None = None
+    called_as: str | None = None
 
     @property
     def depth(self) -> int:

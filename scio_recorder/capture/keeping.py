@@ -109,7 +109,11 @@ class Setting:
             options, labels = self._program.options, self._program.labels
             is_simple = not (options.inputs or options.gradients or options.offload)
             self.fast = [
-                is_simple and all(kinds[OUTPUT][at] == BARE and labels[at] for at in positions)
+                is_simple
+                and all(
+                    kinds[OUTPUT][at] == BARE and labels[at] and self._program.callers[at] is None
+                    for at in positions
+                )
                 for positions in self._program.positions
             ]
             self.kinds, self.is_fast = kinds, all(self.fast)

@@ -26,6 +26,7 @@ from scio_recorder.capture.keeping import (
 from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError, UnsupportedNetError
 from scio_recorder.layer import DepthIdx, Layer, few
+from scio_recorder.nets.calling_names import calling_name
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
 from scio_recorder.nets.refusals import cast_for
 from scio_recorder.nets.state.moment import LiveMoment
@@ -110,6 +111,8 @@ class Pass:
         # Whether every call so far took the fast path, which logs bare tensors.
         self.is_bare = True
         self._counts: dict[int, int] = {}
+        # Calls of modules with several names by another one than at labelling.
+        self._misnamed: list[str] = []
         # The modules that other threads have called meanwhile, outside of any pass.
         self.called_in_other_threads: set[int] = set()
         self._positions: Sequence[int] = ()
@@ -130,6 +133,7 @@ class Pass:
             if self.rerun is not None:
                 self.rerun.note(index, CallKey(label, number))
             self._assign_inputs(index, args, positions[count], label)
+            self._check_caller(positions[count], index)
         if label is None:
             self.log += index, NOTHING, 0
             return None
@@ -141,6 +145,13 @@ class Pass:
             if self._left <= 0:
                 raise StopForward(self)
         return None if handed is output else handed
+
+    def _check_caller(self, position: int, index: int) -> None:
+        expected = self.program.callers[position]
+        seen = None if expected is None else calling_name(self.program.names)
+        if seen != expected:
+            layer = self.program.layers_of([index])[0]
+            self._misnamed.append(f"{layer}: {expected!r} at labelling, {seen!r} now")
 
     def receive_inputs(self, index: int, args: Any, kwargs: Any) -> Any:
         """Take the inputs of a module's forward; return those that it receives instead."""
@@ -249,6 +260,13 @@ class Pass:
         if self.called_in_other_threads and not program.counts_calls:
             raise FlowError(f"the records of this pass lack calls.{self._explain_threads()}")
         self._positions = range(len(modules))
+        if self._misnamed:
+            raise FlowError(
+                "a module that the network holds under several names was called by another one "
+                f"than at labelling, so labels no longer name the same calls:\n  "
+                f"{self._misnamed[0]}\nLabel the net as it is used (mode=, input_data=), or take "
+                'calls by any name: record(..., calls="any")'
+            )
         if modules != program.expected:
             if program.counts_calls:
                 self._check_counts(modules)

@@ -90,13 +90,22 @@ class Program:
         self.labels: list[DepthIdx | None] = [
             label if label in chosen else None for _, _, label in calls
         ]
+        # The name by which a module with several names was called, None for other modules.
+        self.callers = [
+            architecture[label].called_as if self.counts_calls else None for _, _, label in events
+        ]
+        self.names: dict[int, str] = {}
+        if set(self.callers) - {None}:
+            self.names = {id(row.module): row.name for row in architecture.values()}
         self.positions: list[list[int]] = [[] for _ in self.modules]
         for position, module in enumerate(self.expected):
             self.positions[module].append(position)
-        # For each module that is called once, and recorded, the label of that call.
+        # For each module that is called once, under one name, and recorded: the label of that call.
         self.single: list[DepthIdx | None] = [
-            self.labels[positions[0]] if len(positions) == 1 and self.counts_calls else None
-            for positions in self.positions
+            self.labels[own[0]]
+            if len(own) == 1 and self.counts_calls and self.callers[own[0]] is None
+            else None
+            for own in self.positions
         ]
         self.order: list[DepthIdx] = [label for label in self.labels if label is not None]
         # The recorded labels under compilation, which can't look at the architecture.

@@ -209,7 +209,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
                 hint = f": write [{name!r}] in place of .{name}"
             elif name == "activations":
                 hint = ': it holds them itself, so write recording["1-3"] or a name'
-            text = f"a {type(self).__name__} has no attribute {name!r}{hint}"
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
             raise AttributeError(text, name=name, obj=self)
 
 

@@ -616,7 +616,8 @@ class Collecting:
                 )
             elif hasattr(Recording, name):
                 hint = f", but a recording has: write rnet.collect(batches).{name}"
-            raise AttributeError(f"a Recorder has no {name}{hint}", name=name, obj=self) from error
+            text = f"'Recorder' object has no attribute {name!r}{hint}"
+            raise AttributeError(text, name=name, obj=self) from error
 
 
 def _warn_of_calls_outside(layers: Sequence[Layer], *, has_base: bool) -> None:

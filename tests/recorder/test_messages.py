@@ -86,7 +86,7 @@ def test_a_batch_in_place_of_its_inputs(rnet: Recorder, batch: Any) -> None:
         (lambda rnet, made: rnet.report, "a recording has: write rnet.collect(batches).report"),
         (lambda rnet, made: rnet.colect, "the closest names are 'collect'"),
         (lambda rnet, made: rnet.conv1, "write rnet.net.conv1"),
-        (lambda rnet, made: rnet.wxyz, "a Recorder has no wxyz"),
+        (lambda rnet, made: rnet.wxyz, "'Recorder' object has no attribute 'wxyz'"),
     ],
 )
 def test_attributes_that_are_elsewhere(

@@ -253,6 +253,7 @@ def _layer(row: Row, name: str) -> Layer:
         executed=has_returned,
         completion=row.completion,
         output_spec=row.output_spec,
+        called_as=row.called_as,
     )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchinfo.formatting import FormattingOptions
 from torchinfo.layer_info import LayerInfo
 
 from scio_recorder.layer import describe, shapes_of
+from scio_recorder.nets.calling_names import calling_name
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.tensors.copies import is_dense
 from scio_recorder.tensors.private_distributed import FSDP, loaded, sizes_before_fsdp1
@@ -45,12 +47,15 @@ class Row(LayerInfo):
         Of its inputs and its output, see ``Layer``; None if it did not return.
     completion : int or None
         The number of calls of all modules that returned before; None if it did not return.
+    called_as : str or None
+        See ``Layer``.
     num_new : int
         The number of parameters that no earlier row has counted.
     """
 
     call = num_new = 0
     completion: int | None = None
+    called_as: str | None = None
     input_shape: Any = None
     output_spec: Any = None
     _is_tied = False
@@ -162,8 +167,12 @@ class CallTrace:
         # For each module of the copy, the calls that have not returned, and errors handled then.
         self._open: dict[int, list[tuple[Row, BaseException | None]]] = {}
         names = dict(net.named_modules(remove_duplicate=False))
-        copies = twin.named_modules(remove_duplicate=False)
-        self._originals = {id(module): names[name] for name, module in copies}
+        copies = dict(twin.named_modules(remove_duplicate=False))
+        self._originals = {id(module): names[name] for name, module in copies.items()}
+        self._names = {id(module): name for name, module in twin.named_modules()}
+        counts = Counter(map(id, copies.values()))
+        # Modules that are held under several names.
+        self._ambiguous = {key for key, count in counts.items() if count > 1}
         # For each module, as the network holds it last: that is how torchinfo shows its calls.
         self._uncalled: dict[int, Row] = {}
         waiting: list[tuple[str, nn.Module, int, Row | None]] = [(type(net).__name__, net, 0, None)]
@@ -195,6 +204,8 @@ class CallTrace:
         if id(module) in self._originals:
             row = self._add(self._originals[id(module)])
             row.input_shape = _input_shape(args, kwargs)
+            if id(module) in self._ambiguous:
+                row.called_as = calling_name(self._names)
             self._open.setdefault(id(module), []).append((row, sys.exc_info()[1]))
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
