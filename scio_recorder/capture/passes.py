@@ -64,6 +64,9 @@ class Pass:
     columns with the expected ones without visiting each call.
     """
 
+    # A module with several names that was called by another one than at labelling, and how.
+    _misnamed = ""
+
     def __init__(
         self,
         program: Program,
@@ -111,8 +114,6 @@ class Pass:
         # Whether every call so far took the fast path, which logs bare tensors.
         self.is_bare = True
         self._counts: dict[int, int] = {}
-        # Calls of modules with several names by another one than at labelling.
-        self._misnamed: list[str] = []
         # The modules that other threads have called meanwhile, outside of any pass.
         self.called_in_other_threads: set[int] = set()
         self._positions: Sequence[int] = ()
@@ -151,7 +152,7 @@ class Pass:
         seen = None if expected is None else calling_name(self.program.names)
         if seen != expected:
             layer = self.program.layers_of([index])[0]
-            self._misnamed.append(f"{layer}: {expected!r} at labelling, {seen!r} now")
+            self._misnamed = f"{layer}: {expected!r} at labelling, {seen!r} now"
 
     def receive_inputs(self, index: int, args: Any, kwargs: Any) -> Any:
         """Take the inputs of a module's forward; return those that it receives instead."""
@@ -264,7 +265,7 @@ class Pass:
             raise FlowError(
                 "a module that the network holds under several names was called by another one "
                 f"than at labelling, so labels no longer name the same calls:\n  "
-                f"{self._misnamed[0]}\nLabel the net as it is used (mode=, input_data=), or take "
+                f"{self._misnamed}\nLabel the net as it is used (mode=, input_data=), or take "
                 'calls by any name: record(..., calls="any")'
             )
         if modules != program.expected:

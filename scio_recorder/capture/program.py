@@ -91,22 +91,12 @@ class Program:
             label if label in chosen else None for _, _, label in calls
         ]
         # The name by which a module with several names was called, None for other modules.
-        self.callers = [
-            architecture[label].called_as if self.counts_calls else None for _, _, label in events
-        ]
-        self.names: dict[int, str] = {}
-        if set(self.callers) - {None}:
-            self.names = {id(row.module): row.name for row in architecture.values()}
+        names = [architecture[label].called_as for _, _, label in events]
+        self.callers = names if self.counts_calls else [None] * len(names)
         self.positions: list[list[int]] = [[] for _ in self.modules]
         for position, module in enumerate(self.expected):
             self.positions[module].append(position)
-        # For each module that is called once, under one name, and recorded: the label of that call.
-        self.single: list[DepthIdx | None] = [
-            self.labels[own[0]]
-            if len(own) == 1 and self.counts_calls and self.callers[own[0]] is None
-            else None
-            for own in self.positions
-        ]
+        self.single: list[DepthIdx | None] = [self._single(own) for own in self.positions]
         self.order: list[DepthIdx] = [label for label in self.labels if label is not None]
         # The recorded labels under compilation, which can't look at the architecture.
         self.keys: dict[object, tuple[DepthIdx, ...]] = {}
@@ -115,6 +105,16 @@ class Program:
                 self.keys[key] = (*self.keys.get(key, ()), label)
         # The last selected call, after which a pass may stop.
         self.last = max((at for at, label in enumerate(self.labels) if label), default=-1)
+
+    def _single(self, positions: list[int]) -> DepthIdx | None:
+        """Return the label of a module that is called once, under one name, and recorded."""
+        is_clear = self.counts_calls and [self.callers[at] for at in positions] == [None]
+        return self.labels[positions[0]] if is_clear else None
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The names of the network's modules, by ``id``."""
+        return {id(row.module): row.name for row in self.architecture.values()}
 
     def _calls(self, module: nn.Module) -> tuple[DepthIdx, ...]:
         if self.counts_calls:
