@@ -91,7 +91,7 @@ class Program:
             label if label in chosen else None for _, _, label in calls
         ]
         # The name by which a module with several names was called, None for other modules.
-        names = [architecture[label].called_as for _, _, label in events]
+        names = [architecture[label].called_as for _, _, label in calls]
         self.callers = names if self.counts_calls else [None] * len(names)
         self.positions: list[list[int]] = [[] for _ in self.modules]
         for position, module in enumerate(self.expected):
