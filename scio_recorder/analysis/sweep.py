@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -92,17 +93,17 @@ class _Runs:
 
     def __init__(self, capture: Capture, metric: Any, state: NetState) -> None:
         self.architecture, self.labels = capture.architecture, capture.recording
-        self._net, self._metric, self._state = capture.net, metric, state
-        layers = [self.architecture[at] for at in self.labels]
-        # For each module with a recorded layer, one such layer.
-        self._layers = {layer.module: layer for layer in layers if layer.module is not None}
+        self._net, self._program = capture.net, capture.program
+        self._metric, self._state = metric, state
         # Copies of what the layers return in the clean run, which is the first.
         self.outputs: dict[DepthIdx, Any] = {}
-        self._counts: dict[Any, int] = {}
+        self._counts: Counter[int] = Counter()
         self._replace: _Replace | None = None
         self.hooks = CallHooks()
-        warn_of_other_kernels(fusable(self.architecture), self._layers.keys(), "patched")
-        self.hooks.add(*(CallHook(one, "", after=self._after) for one in self._layers))
+        modules = self._program.modules
+        warn_of_other_kernels(fusable(self.architecture), modules, "patched")
+        named = ((str(index), module) for index, module in enumerate(modules))
+        self.hooks.add(*(CallHook(one, name, after=self._after) for name, one in named))
 
     def run(self, inputs: Inputs, replace: _Replace) -> Any:
         """Run the network on inputs, and return what the metric makes of its output."""
@@ -110,26 +111,25 @@ class _Runs:
             self._state.put_back()
         # A graph can't keep tensors of inference mode, and networks can't write to its leaves.
         args, kwargs = map_tensors(twin, inputs) if torch.is_grad_enabled() else inputs
-        self._counts, self._replace = dict.fromkeys(self._layers, 0), replace
+        self._counts, self._replace = Counter(), replace
         output = self._net(*args, **kwargs)
         self._replace = None
-        for module, layer in self._layers.items():
-            count, expected = self._counts[module], len(self.architecture.calls(module))
-            if count != expected:
-                raise FlowError(
-                    f"calls of the module of layer {layer}: {expected} at labelling, {count} in a "
-                    "run of the sweep: label the net as it is used (mode=, input_data=), or record "
-                    "other layers"
-                )
+        wrong = self._program.wrong_calls(self._counts)
+        if wrong:
+            raise FlowError(
+                "modules with recorded layers ran more or less often in a run of the sweep than "
+                f"at labelling: {'; '.join(wrong)}. Label the net as it is used (mode=, "
+                "input_data=), or record other layers"
+            )
         return self._metric(output)
 
-    def _after(self, _name: str, module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
+    def _after(self, index: str, _module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
         if self._replace is None or is_rerun():
             return None
-        count = self._counts[module]
-        self._counts[module] = count + 1
-        (label,) = self.architecture.calls(module)[count : count + 1] or [None]
-        return self._replace(label, output) if label in self.labels else None
+        positions, count = self._program.positions[int(index)], self._counts[int(index)]
+        self._counts[int(index)] += 1
+        label = self._program.labels[positions[count]] if count < len(positions) else None
+        return None if label is None else self._replace(label, output)
 
     def check(self, at: DepthIdx, output: Any) -> None:
         """Copy a layer's output in the clean run, and compare its shape in other runs."""

@@ -620,7 +620,7 @@ def test_a_layer_that_did_not_run_is_named() -> None:
         return net.last(net.first(x) if len(x) > 1 else x)
 
     rnet = recorder(Net(forward, first=Counted(3, 3), last=Counted(3, 3)), "*", input_size=(2, 3))
-    with pytest.raises(FlowError, match=r"1-1 first .*: 1 at labelling, 0 in a run"):
+    with pytest.raises(FlowError, match=r"1-1 first .*: 1 at labelling, 0 now"):
         rnet.sweep(X[:1], Y, torch.sum)
 
 
