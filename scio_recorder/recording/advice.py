@@ -93,8 +93,10 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
 
 
 def takes_positions(net: nn.Module) -> bool:
-    """Whether a net's forward takes ``position_ids``, without which it may count padding."""
-    return _POSITIONS in _signature(net).parameters
+    """Whether a net takes ``position_ids``, or hands them on."""
+    parameters = _signature(net).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return _POSITIONS in parameters or (takes_any and any(map(takes_positions, net.children())))
 
 
 def advise_positions(named: Mapping[str, Any]) -> bool:

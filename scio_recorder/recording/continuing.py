@@ -31,7 +31,8 @@ from scio_recorder.tensors.structures import tensors
 # Arguments of forward, and entries of its output, by which libraries hand over the results of
 # earlier passes.
 _CACHES = (
-    *("past_key_values", "cache_params", "past_key_value", "layer_past", "state", "mems", "cache"),
+    *("past_key_values", "cache_params", "past_key_value", "layer_past", "past", "kv_cache"),
+    *("state", "mems", "cache"),
 )
 _WATCH = "record it inside `with rnet.watch() as passes:`, which keeps passes as they come"
 

@@ -148,6 +148,21 @@ def test_what_the_warning_says_makes_left_padding_as_if_it_were_not_there() -> N
     assert not torch.allclose(counted, expected, atol=1e-3)
 
 
+def test_a_wrapper_that_hands_positions_on_is_warned_of() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = gpt2().eval()
+
+        def forward(self, **kwargs: Any) -> Any:
+            return self.model(**kwargs)
+
+    rnet = Recorder(Wrapper(), input_data=LEFT)
+    rnet.record("model.transformer.h.0")
+    with pytest.warns(CollectWarning, match="padded on the left"):
+        rnet.collect([LEFT], rows=Tokens())
+
+
 def test_a_network_that_takes_no_positions_is_let_be() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
