@@ -27,7 +27,7 @@ Dims: TypeAlias = tuple[str, ...]
 _OWN = ("sample", "position", "step")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class BatchRows:
     """The lines of layers' outputs for one batch that are kept, and what each of them is.
 
@@ -238,8 +238,10 @@ class BatchRows:
         return of_lines if self.index is None else [of_lines[line] for line in self.index.tolist()]
 
     def _index_beside(self, lines: Tensor) -> Tensor:
+        """Return the index on the device of a layer, where those of the next layers find it."""
         assert self.index is not None
-        return self.index.to(lines.device, non_blocking=True)
+        self.index = self.index.to(lines.device, non_blocking=True)
+        return self.index
 
 
 @dataclass(frozen=True)
