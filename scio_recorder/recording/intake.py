@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -475,13 +474,10 @@ def _rounding(exact: Tensor, kept: Tensor) -> tuple[float, float]:
 
     The error of a value that became infinite is the value itself.
     """
-    exact = exact.double()
-    rounded = (exact.to(kept.dtype) if exact.device != kept.device else kept).double()
-    lost, total = _squares(exact - rounded), _squares(exact)
-    if math.isfinite(lost) and math.isfinite(total):
-        return lost, total
-    exact = torch.where(exact.isfinite(), exact, 0.0)
-    rounded = torch.where(rounded.isfinite(), rounded, 0.0)
+    rounded = exact.to(kept.dtype) if exact.device != kept.device else kept
+    exact, rounded = (
+        torch.nan_to_num(one.double(), nan=0.0, posinf=0.0, neginf=0.0) for one in (exact, rounded)
+    )
     return _squares(exact - rounded), _squares(exact)
 
 
