@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -14,6 +15,8 @@ from scio_recorder.tensors import private
 # A number; of a wrapper, a tuple of its own and those of the tensors inside.
 Version: TypeAlias = Any
 _PLAIN = (Tensor, torch.nn.Parameter)
+# By the number of their bytes.
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
@@ -341,7 +344,10 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return False
     if not is_dense(one):
         return _same_parts(one.detach(), other.detach())
-    return torch.equal(_bytes(one), _bytes(other))
+    own, theirs = _bytes(one), _bytes(other)
+    # Torch compares eight bytes in the time of one.
+    width = math.gcd(8, len(own), own.storage_offset(), theirs.storage_offset())
+    return torch.equal(own.view(_WORDS[width]), theirs.view(_WORDS[width]))
 
 
 def _same_parts(one: Tensor, other: Tensor) -> bool:
@@ -355,8 +361,10 @@ def _same_parts(one: Tensor, other: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    dense = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8)
+    dense = tensor.detach()
+    if not is_plain(dense):
+        dense = dense.as_subclass(Tensor).resolve_conj().resolve_neg()
+    return dense.contiguous().view(-1).view(torch.uint8)
 
 
 def _memory(tensor: Tensor) -> Tensor:
