@@ -51,11 +51,13 @@ def _names_inside(tensor: Tensor) -> Iterable[str] | None:
         names: list[str] = flatten()[0]
         return names
     try:
-        has_own_memory = not tensor.numel() or tensor.data_ptr() != 0
+        memory = tensor.untyped_storage()
+        if memory.device.type == "meta" or memory.nbytes() == 0 or memory.data_ptr():
+            return None
     except RuntimeError:
-        # Sparse tensors have no pointer, and traced ones no memory at all.
-        return None
-    return None if has_own_memory else list(getattr(tensor, "__dict__", ()))
+        # The memory that a wrapper seems to have can't be asked for.
+        pass
+    return list(getattr(tensor, "__dict__", ()))
 
 
 def version_of(tensor: Tensor) -> Version:

@@ -20,6 +20,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
@@ -284,10 +285,15 @@ def _holders(tensor: Tensor, own_references: int = 0) -> tuple[int, ...]:
 @functools.cache
 def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, tuple[int, ...]]:
     """Count references and holders of a tensor that nothing else holds, which vary by version."""
-    with torch.inference_mode(False), torch.enable_grad():
+
+    def count() -> tuple[int, tuple[int, ...]]:
         start = torch.ones(1, device="cpu", requires_grad=is_on_graph)
         held = HeldTensor((start * 2).view(1, 1) if is_view else start * 2)
         return sys.getrefcount(held.tensor), _holders(held.tensor)
+
+    # The caller's modes don't act in another thread.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(count).result()
 
 
 class _LeafNode:

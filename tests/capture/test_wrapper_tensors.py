@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.masked import masked_tensor
@@ -213,3 +214,15 @@ def test_digests_of_weights_see_what_happens_inside() -> None:
     before = weights.digest(linear)
     linear.weight.held.mul_(2)
     assert weights.digest(linear) != before
+
+
+def test_traced_tensors_are_no_wrappers() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    rnet = Recorder(net, input_size=(3, 4), verbose=0)
+    rnet.record("*", inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        for _ in range(2):
+            rnet(mode.from_tensor(torch.ones(3, 4)))
+            assert rnet.activations["0"].shape == (3, 4)
+            assert inner_tensors(rnet.activations["0"])[0] is rnet.activations["0"]
