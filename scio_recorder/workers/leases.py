@@ -352,7 +352,6 @@ class Claims:
 
     def _look_at_leases(self) -> None:
         """List the newest lease of each part, with its age by the clock of the store."""
-        self._looked_at = self._clock()
         now, times = self._times()
         self._leases = {
             part: _Newest(number, now - times[lease_name(part, number)])
@@ -370,6 +369,7 @@ class Claims:
             # Whoever finds all parts complete clears it away, perhaps before it is in place.
             with suppress(FileNotFoundError):
                 self._medium.claim(name, b"")
+            self._looked_at = self._clock()
             times = self._medium.times(PREFIX)
         finally:
             with suppress(OSError):

@@ -191,6 +191,41 @@ def test_a_holder_that_others_have_overtaken_notices_when_it_renews():
         lease.check()
 
 
+def test_who_is_slow_takes_nothing_over(monkeypatch):
+    one = Alone()
+    assert one.worker("a").take() is not None
+    other = one.worker("b")
+    one.pass_time(61)
+    has = Bucket.has
+
+    def slowly(self, name):
+        # Since it looked, the holder may have renewed twice.
+        one.pass_time(11)
+        return has(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "has", slowly)
+        assert other.take() is None
+    assert one.names == [lease_name(0, 0)]
+    assert other.take() is not None
+
+
+def test_a_clock_that_was_cleared_away_tells_nothing(monkeypatch):
+    one = Alone()
+    assert one.worker("a").take() is not None
+    other = one.worker("b")
+    one.pass_time(61)
+    times = Bucket.times
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Bucket,
+            "times",
+            lambda *args: {k: t for k, t in times(*args).items() if "clock" not in k},
+        )
+        assert other.take() is None
+    assert other.take() is not None
+
+
 def test_of_two_who_take_over_at_once_one_does():
     one = Alone()
     assert one.worker("a").take() is not None
