@@ -19,7 +19,6 @@ from scio_recorder.layer import Layer, few
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
 
 
 # A value is saturated if it lies within this share of the range from a bound, and a unit if this
@@ -272,8 +271,10 @@ def draw_matrix(
     values: Floats,
     names: tuple[Sequence[str], Sequence[str]],
     axes: tuple[str, str],
+    colours: str = "viridis",
+    limits: tuple[float, float] = (0.0, 1.0),
 ) -> Figure:
-    """Draw numbers from 0 to 1 as a heat map, the first row at the bottom.
+    """Draw numbers as a heat map, the first row at the bottom.
 
     Parameters
     ----------
@@ -285,26 +286,26 @@ def draw_matrix(
         Names of rows and columns.
     axes : (str, str)
         Titles of the axes of rows and columns.
+    colours : str, default "viridis"
+        A colour map of matplotlib.
+    limits : (float, float), default (0, 1)
+        The numbers at the ends of the colour map.
     """
     rows, columns = names
     height, width = (_extent_of(len(side)) for side in names)
     margin = 0.5 + 0.075 * max(map(len, map(_short, (*rows, *columns))), default=0)
-    figure = blank((width + margin + 1.0, height + margin + 0.7))
+    figure = blank((width + margin + 0.3, height + margin + 1.4))
     axis = figure.subplots()
-    figure.colorbar(_heat_map(axis, values, "viridis", (0.0, 1.0)), ax=axis, pad=0.02)
-    # Vermilion stands out from every colour of the map.
-    ends = (0, len(columns) - 1), (0, len(rows) - 1)
-    axis.plot(*ends, color=VERMILION, linestyle=":", linewidth=1)
+    axis.set_facecolor(_GREY)
+    image = axis.imshow(values, colours, aspect="auto", origin="lower", clim=limits)
+    # Below the map, so that the figure is narrow enough for a phone.
+    bar: dict[str, Any] = {"location": "bottom", "pad": 0.02, "aspect": 30}
+    figure.colorbar(image, ax=axis, ticks=np.linspace(*limits, 5), format="%.4g", **bar)
     _name_ticks(axis, "x", columns, width)
     _name_ticks(axis, "y", rows, height)
     axis.set(ylabel=axes[0], xlabel=axes[1])
-    axis.set_title(title, fontsize=10, parse_math=False)
+    figure.suptitle(title, fontsize=10, parse_math=False, wrap=True)
     return figure
-
-
-def _heat_map(axis: Axes, values: Floats, colours: str, limits: tuple[float, float]) -> AxesImage:
-    axis.set_facecolor(_GREY)
-    return axis.imshow(values, colours, aspect="auto", origin="lower", clim=limits)
 
 
 def draw_profile(
@@ -387,38 +388,22 @@ def draw_effects(
     clean, corrupted : float
         The metric of both runs.
     """
-    width = _extent_of(len(positions) or len(layers))
-    height = _extent_of(len(layers)) if positions else 2.2
-    # Names of layers stand below bars, and beside maps.
-    margin = 0.5 + 0.075 * max(map(len, layers))
-    wide, high = (margin + 0.3, 2.2) if positions else (1.3, margin + 0.8)
-    figure = blank((width + wide, height + high))
+    if positions:
+        away = np.abs(np.append(values, clean) - corrupted)
+        reach = float(np.max(away, initial=0.0, where=np.isfinite(away))) or 1.0
+        # Blue points to the clean run.
+        colours = "RdBu" if clean >= corrupted else "RdBu_r"
+        limits, names = (corrupted - reach, corrupted + reach), (layers, positions)
+        title = f"{title} (white; blue towards clean)"
+        return draw_matrix(title, values, names, ("", "position"), colours, limits)
+    width = _extent_of(len(layers))
+    figure = blank((width + 1.3, 3.5 + 0.075 * max(map(len, map(_short, layers)))))
     axis = figure.subplots()
     figure.suptitle(title, fontsize=10, parse_math=False, wrap=True)
-    if positions:
-        _map(axis, values, clean, corrupted)
-        _name_ticks(axis, "x", positions, width)
-        _name_ticks(axis, "y", layers, height)
-        axis.set_xlabel("position")
-    else:
-        axis.bar(range(len(layers)), values - corrupted, bottom=corrupted, color=BLUE)
-        axis.axhline(clean, color=VERMILION, linewidth=1.5, label="clean")
-        axis.axhline(corrupted, color="black", linewidth=1, label="corrupted")
-        _name_ticks(axis, "x", layers, width)
-        axis.set(xlim=(-0.6, len(layers) - 0.4), ylabel="metric")
-        axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    axis.bar(range(len(layers)), values - corrupted, bottom=corrupted, color=BLUE)
+    axis.axhline(clean, color=VERMILION, linewidth=1.5, label="clean")
+    axis.axhline(corrupted, color="black", linewidth=1, label="corrupted")
+    _name_ticks(axis, "x", layers, width)
+    axis.set(xlim=(-0.6, len(layers) - 0.4), ylabel="metric")
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return figure
-
-
-def _map(axis: Axes, values: Floats, clean: float, corrupted: float) -> None:
-    away = np.abs(np.append(values, clean) - corrupted)
-    reach = float(np.max(away, initial=0.0, where=np.isfinite(away))) or 1.0
-    # Blue points to the clean run.
-    colours = "RdBu" if clean >= corrupted else "RdBu_r"
-    image = _heat_map(axis, values, colours, (corrupted - reach, corrupted + reach))
-    # Below the map, so that the figure is narrow enough for a phone.
-    bar = axis.figure.colorbar(image, ax=axis, location="bottom", pad=0.02, aspect=30)
-    bar.ax.axvline(corrupted, color="black", linewidth=1)
-    # At an end of the bar, half of the line would be cut off.
-    bar.ax.axvline(clean, color=VERMILION, linewidth=2, clip_on=False)
-    bar.set_label("metric (black: the corrupted run, red: the clean one)", fontsize=8)
