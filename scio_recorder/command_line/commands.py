@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.filesize import decimal
-from torch.utils.data import DataLoader
 
 from scio_recorder.command_line.command_objects import (
     UsageError,
@@ -136,14 +135,7 @@ def _recorder(parsed: Namespace, *, is_eval: bool = False) -> Recorder:
 
 def _inputs(parsed: Namespace) -> dict[str, Any]:
     if parsed.input_data is not None:
-        data = made(parsed.input_data)
-        if data is None or isinstance(data, DataLoader | bool | int | float | str):
-            raise UsageError(
-                f"{parsed.input_data} is of type {type(data).__name__}: --input-data names an "
-                "input of the net: a tensor, a tuple, a dict of keywords, or a function that makes "
-                "it"
-            )
-        return {"input_data": data}
+        return {"input_data": made(parsed.input_data)}
     sizes, dtypes = parsed.input_size, [*map(dtype_of, parsed.dtype)] or [torch.float32]
     if len(dtypes) not in (1, len(sizes)):
         raise UsageError(f"{len(dtypes)} --dtype for {len(sizes)} --input-size: give one or each")

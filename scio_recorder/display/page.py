@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import secrets
@@ -15,14 +14,6 @@ from typing import NamedTuple
 from scio_recorder.display.outline import address_of, asset, call_text, searched, text
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import Layer
-
-# Characters of a fact that is no figure.
-_LONG = 40
-_ADVICE = {
-    errno.ENOENT: ". Make its folder first",
-    errno.EACCES: ". Choose a folder in which you may write",
-    errno.EROFS: ". Choose a folder in which you may write",
-}
 
 
 def page_html(
@@ -51,23 +42,19 @@ def page_html(
     (True, False)
     """
     links = (f'<li><a href="#h-{name.lower()}">{name}</a></li>' for name in sections)
+    named = (f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in facts)
     bodies = [_section(name, "".join(pieces)) for name, pieces in sections.items()]
     first = "".join(f"<li>{warning}</li>" for warning in warnings)
     return Template(asset("page.html")).substitute(
         title=text(title),
         style=asset("page.css") + asset("tree.css"),
         contents="".join(links),
-        facts="".join(_fact(name, value) for name, value in facts),
+        facts="".join(named),
         warnings=_section("Look at this first", f"<ul>{first}</ul>", "warning") if first else "",
         sections="\n".join(bodies),
         tree_script=asset("tree.js"),
         page_script=asset("page.js"),
     )
-
-
-def _fact(name: str, value: str) -> str:
-    kind = ' class="long"' * (len(value) > _LONG)
-    return f"<div{kind}><dt>{text(name)}</dt><dd>{text(value)}</dd></div>"
 
 
 def _section(name: str, body: str, kind: str = "") -> str:
@@ -233,8 +220,8 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
     except RecordingError:
         raise
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "")
-        raise RecordingError(f"can't write {target}: {error.strerror}{advice}") from error
+        advice = "Name a file in a folder that is there, and in which you may write"
+        raise RecordingError(f"can't write {target}: {error.strerror}. {advice}") from error
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()

@@ -14,7 +14,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -54,7 +53,17 @@ def progress_bar(what: str, total: int | None, *, is_wanted: bool = True) -> Ite
     is_printed = is_wanted and not is_drawn and seconds is not None
     samples = done_bytes = 0
     started = printed = time.monotonic()
-    drawn = Progress(*_columns(what), console=console, transient=True, disable=not is_drawn)
+    drawn = Progress(
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not is_drawn,
+    )
     # Rich 13.7 ends a bar that is disabled with an empty line.
     with drawn if is_drawn else contextlib.nullcontext():
         drawn.add_task(what, total=total, speed="")
@@ -84,14 +93,3 @@ def _speed(samples: int, num_bytes: int, seconds: float) -> str:
     rate = f"{samples / seconds:,.0f} samples/s" if samples else ""
     rate = rate or (f"{decimal(int(num_bytes / seconds))}/s" if num_bytes else "")
     return ", ".join(filter(None, [rate, size]))
-
-
-def _columns(what: str) -> tuple[ProgressColumn, ...]:
-    return (
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )

@@ -193,8 +193,8 @@ def test_dtype_with_data_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["cli_nets:net", "--input-size", "2,5"], ["--input-size 2,5 failed", "2x5"]),
         (["cli_nets:Image", "--input-size", "3,8,8"], ["write --input-size 1,3,8,8"]),
-        (["cli_nets:net", "--input-data", "cli_nets:number"], ["of type int", "a tuple, a dict"]),
-        (["cli_nets:net", "--input-data", "cli_nets:loader"], ["of type DataLoader", "a tensor"]),
+        (["cli_nets:Image", "--input-data", "cli_nets:number"], ["got (int,", "a tensor, a tuple"]),
+        (["cli_nets:Image", "--input-data", "cli_nets:loader"], ["(DataLoader,", "a tensor, a"]),
         (["cli_nets:Image", "--input-data", "cli_nets:pairs"], ["conv2d() received", "expected"]),
     ],
 )

@@ -231,7 +231,7 @@ def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     # It must be said before hours of reading.
     monkeypatch.setattr("scio_recorder.recording.showing.summarise", None)
     with pytest.raises(
-        RecordingError, match=r"no_such_folder.*No such file.*Make its folder first"
+        RecordingError, match=r"no_such_folder.*No such file.*folder that is there first"
     ):
         recording.report(tmp_path / "no_such_folder" / "page.html")
     with pytest.raises(RecordingError, match="Not a directory"):
@@ -252,7 +252,7 @@ def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "touch", refuse)
-        with pytest.raises(RecordingError, match=r"page: Permission denied. Choose a folder in"):
+        with pytest.raises(RecordingError, match=r"page: Permission denied. Name a file in"):
             recording.report("page")
     assert os.listdir(tmp_path) == []
 
