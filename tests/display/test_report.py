@@ -230,9 +230,7 @@ def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         recording.report(tmp_path / "page.html", title=3)  # type: ignore[arg-type]
     # It must be said before hours of reading.
     monkeypatch.setattr("scio_recorder.recording.showing.summarise", None)
-    with pytest.raises(
-        RecordingError, match=r"no_such_folder.*No such file.*folder that is there first"
-    ):
+    with pytest.raises(RecordingError, match=r"no_such_folder.*No such file.*folder that is there"):
         recording.report(tmp_path / "no_such_folder" / "page.html")
     with pytest.raises(RecordingError, match="Not a directory"):
         recording.report(Path(__file__) / "page.html")
