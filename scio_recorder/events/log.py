@@ -193,13 +193,14 @@ class Tracker:
         self._hooks.add(*(CallHook(one, name, *ends) for name, one in modules.items()))
 
     def _take(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if is_rerun():
+            return
         if private.transform_around() is not None:
             raise UnsupportedNetError(
                 f"the module {name!r} runs inside a torch.func transform (vmap, grad, ...), whose "
                 "tensors die with it and can't be logged: end the block of track() before"
             )
-        if not is_rerun():
-            self._log.add(Event(name, type(module), False, output, args, kwargs))
+        self._log.add(Event(name, type(module), False, output, args, kwargs))
 
     def _begin(self, name: str, *_: Any) -> None:
         self._starts[name, get_ident()].append(private.num_operations())

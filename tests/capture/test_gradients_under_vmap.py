@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import Recorder, track
+from tests.zoo.base import Net
 
 BASIS = torch.randn(2, 5, 2, generator=torch.Generator().manual_seed(1))
 
@@ -118,3 +120,15 @@ def test_the_maker_of_a_nan_is_named(way: Any) -> None:
     assert (origin.layer.name, origin.direction, origin.sample) == ("1.0", "gradient", 2)
     assert origin.num_nan == 2 * 4
     assert origin.num_values == 2 * 5 * 4
+
+
+@pytest.mark.parametrize("way", [batched, mapped])
+def test_regions_run_again_under_vmap(way: Any) -> None:
+    net = Net(lambda net, x: checkpoint(net.inner, x, use_reentrant=False), inner=network())
+    bare = way(net, start(), BASIS)
+    rnet = Recorder(net, input_size=(5, 3))
+    rnet.record("*", gradients=True)
+    with rnet.guard(), track(net) as events:
+        assert torch.equal(way(rnet, start(), BASIS), bare)
+    assert [event.grad for event in events] == [False] * 8 + [True] * 8
+    assert rnet.gradients["inner.0"].shape == (2, 5, 4)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import is_dense, version_of
 from scio_recorder.tensors.digests import plain_parts
 from scio_recorder.tensors.structures import tensors
@@ -50,7 +51,8 @@ def examine(tensor: Tensor) -> NonFinite | None:
     Parameters
     ----------
     tensor : torch.Tensor
-        Of any kind. Integers are finite, and so are tensors without values.
+        Of any kind. Integers are finite, and so are tensors without values. Inside ``vmap``, the
+        mapped dimension counts as the last.
 
     Examples
     --------
@@ -59,6 +61,7 @@ def examine(tensor: Tensor) -> NonFinite | None:
     >>> examine(torch.tensor([1.0, torch.inf, torch.nan]))
     NonFinite(nan=1, inf=1, first_nan=2, first_inf=1, shape=(3,))
     """
+    tensor = private.unmapped(tensor, -1)
     if type(tensor) not in _PLAIN or not is_dense(tensor):
         parts = [one for one in map(examine, plain_parts(tensor.detach())) if one is not None]
         totals = {kind: sum(getattr(one, kind) for one in parts) for kind in KINDS}

@@ -113,13 +113,13 @@ class _GuardedCalls:
 
     def _begin_pass(self) -> None:
         """Begin a pass: a call that is part of no other."""
-        refuse_transforms("guarded")
         checks, local = self._checks, self._checks.local
         local.known = Known()
         if self._fusable and warn_of_other_kernels(self._fusable, self.modules.keys(), "guarded"):
             self._fusable = []
         # Checkpointing calls modules again in a backward pass, as part of a pass that was counted.
         if private.backward_pass() == -1:
+            refuse_transforms("guarded")
             local.counts.clear()
             local.pass_number = checks.begin_pass()
 

@@ -119,7 +119,7 @@ def _enter(
     if checks is None or checks.is_over or gradient is None:
         return
     if not is_base or call.entered(task) is None:
-        found = checks.local.known.examine(private.unmapped(gradient, -1))
+        found = checks.local.known.examine(gradient)
         call.enter(task, found)
         if found is not None and call.around is None:
             checks.check_whole("gradient", [found])
@@ -137,7 +137,7 @@ def _leave(
     for edge, target in exits.items():
         gradient = made[edge]
         if checks is not None and not checks.is_over and gradient is not None:
-            found = checks.local.known.examine(private.unmapped(gradient, -1))
+            found = checks.local.known.examine(gradient)
             if found is not None or gradient.grad_fn is not None:
                 _check(checks, gradient, found, call, target)
 
