@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from scio_recorder.stores.disk_format.bucket import Bucket
 from scio_recorder.stores.disk_format.medium import accessing
 from scio_recorder.stores.disk_format.reader import Packed, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
+from scio_recorder.workers.leases import Claims
 from tests.object_store import FAULTS, Traffic, by_hand, environment, impatient_store, objects
 from tests.stores.disk_format.by_the_book import read_run
 from tests.stores.disk_format.runs import HEADER, LAYERS, check_contents, rows, state_after
@@ -243,6 +245,33 @@ def test_the_format_is_one(store, place, tmp_path):
     for file in tmp_path.iterdir():
         by_hand(store[0], "PUT", f"/{place}-2/{file.name}", file.read_bytes())
     assert check_contents(f"s3://{place}-2") == 9
+
+
+def test_a_part_that_was_left_is_taken_after_a_minute_by_the_bucket_s_clock(
+    store, place, monkeypatch
+):
+    def worker() -> Claims:
+        return Claims(Bucket(f"s3://{place}"), 1, {"machine": "any"})
+
+    assert worker().take() is not None
+    assert worker().take() is None
+    times = Bucket.times
+    found = times(Bucket(f"s3://{place}"), "lease-")
+    assert list(found) == ["lease-00000-00000000"]
+    assert abs(found["lease-00000-00000000"] - time.time()) < 30
+    ago = 59.0
+
+    def earlier(self: Bucket, prefix: str) -> dict[str, float]:
+        # As if the dead had put it then, by a clock that is wrong by a day.
+        found = times(self, prefix).items()
+        return {name: when + 86400 - ago * ("clock" not in name) for name, when in found}
+
+    monkeypatch.setattr(Bucket, "times", earlier)
+    assert worker().take() is None
+    ago = 75.0
+    taken = worker().take()
+    assert taken is not None
+    assert taken.is_inherited
 
 
 @pytest.mark.campaign
