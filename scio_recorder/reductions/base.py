@@ -6,6 +6,7 @@ import abc
 import contextlib
 import copy
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
@@ -274,59 +275,24 @@ def in_order(labels: Iterable[Label]) -> list[Label]:
     return sorted(labels, key=lambda label: (isinstance(label, str), label))
 
 
-# The dtypes of tensors in a state, by the first word of their kind.
-_DTYPES = {
-    "counts": {torch.int64},
-    "int64": {torch.int64},
-    "double": {torch.float64},
-    "wide": {torch.float64, torch.complex128},
-    "floats": {dtype for dtype in DTYPES.values() if dtype.is_floating_point},
-    "real": {dtype for dtype in DTYPES.values() if not dtype.is_complex},
-    "any": {*DTYPES.values()},
-}
-
-
-def is_of_kind(value: Any, kind: str, sizes: dict[str, int]) -> bool:
-    """Whether a part of a state is of a kind.
-
-    Parameters
-    ----------
-    value : any
-        The part.
-    kind : str
-        "whole" for an int from 0 on, "finite" for a float, "label", "anything", "list" with its
-        size and the kind of its items, or the dtypes and sizes of a tensor, such as "double units
-        2". A word stands for the same size everywhere, "_" for any, and "..." for several of them.
-    sizes : dict
-        The sizes that words stand for, as far as known.
+def described(value: Any) -> str:
+    """Describe a part of a state, for the patterns that parts of each kind must match.
 
     Examples
     --------
-    >>> is_of_kind(torch.ones(3, 2), "floats rows 2", sizes := {}), sizes
-    (True, {'rows': 3})
+    >>> described([3, torch.ones(3, 2), torch.tensor([-1]), None, "a"])
+    '[whole, tensor float32 3 2, tensor -int64 1, , str]'
     """
-    what, *words = kind.split()
-    if what == "list":
-        size, inner = words[0], " ".join(words[1:])
-        is_list = isinstance(value, list) and _is_size(len(value), size, sizes)
-        return is_list and all(is_of_kind(one, inner, sizes) for one in value)
-    if what == "anything":
-        return True
-    if what == "label":
-        return isinstance(value, Label) and value == value
-    if what == "whole":
-        return type(value) is int and 0 <= value < 2**63
-    if what == "finite":
-        return type(value) is float and math.isfinite(value)
-    if not isinstance(value, Tensor) or value.dtype not in _DTYPES[what]:
-        return False
-    fit = (_is_size(*pair, sizes) for pair in zip(value.shape, words, strict=False))
-    has_shape = words == ["..."] or (len(words) == value.ndim and all(fit))
-    return has_shape and not (what == "counts" and bool((value < 0).any()))
-
-
-def _is_size(size: int, word: str, sizes: dict[str, int]) -> bool:
-    return word == "_" or size == (int(word) if word.isdigit() else sizes.setdefault(word, size))
+    if isinstance(value, list):
+        return f"[{', '.join(map(described, value))}]"
+    if isinstance(value, Tensor):
+        sign = "-" if value.dtype == torch.int64 and bool((value < 0).any()) else ""
+        return " ".join(["tensor", sign + dtype_name(value.dtype), *map(str, value.shape)])
+    if type(value) is int and 0 <= value < 2**63:
+        return "whole"
+    if type(value) is float and math.isfinite(value):
+        return "finite"
+    return "" if value is None else type(value).__name__
 
 
 class SampleReduction(Reduction):
@@ -343,8 +309,8 @@ class SampleReduction(Reduction):
     _options: Mapping[str, Any] = MappingProxyType({})
 
     _state_names: ClassVar[tuple[str, ...]]
-    # For `is_of_kind`: "sample" is the shape of a sample, "units" its features or positions. A part
-    # of a kind with a "?" may be missing.
+    # What `described` must say of each, as a pattern in which "{sample}" stands for the shape of a
+    # sample, and "{units}" for the number of its features or positions.
     _state_kinds: tuple[str, ...]
     _takes_complex: ClassVar[bool] = False
     # Whether samples of any shape may follow each other, since they are not combined.
@@ -545,14 +511,14 @@ class SampleReduction(Reduction):
         names = [name for name in self._state_names if name.removeprefix("_") in state]
         self._set_state({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
         for member in state.get("classes", []):
-            if not is_of_kind(member["label"], "label", {}):
+            if not isinstance(member["label"], Label):
                 raise TypeError(f"{member['label']!r} is no label")
             self._member(member["label"]).load_state_dict(member["state"])
 
     def _wrong_part(self) -> str | None:
         """Name a part of the state that no data give; None if there is none."""
         dtype, shape, members = self._dtype, self._shape or (), self._members.values()
-        if not all(is_of_kind(size, "whole", {}) for size in (self._count, *shape)):
+        if not re.fullmatch(r"\[whole(, whole)*\]", described([self._count, *shape])):
             return "count or shape"
         if not self._count:
             return None
@@ -560,12 +526,10 @@ class SampleReduction(Reduction):
             return "dtype"
         if members and (self._by is None or sum(one._count for one in members) != self._count):
             return "classes"
-        sizes = {"count": self._count, "units": math.prod(shape)}
+        sample = "".join(f" {size}" for size in shape)
         for (name, value), kind in zip(self._state().items(), self._state_kinds, strict=True):
-            if value is None and (members or kind.endswith("?")):
-                continue
-            kind = kind.removesuffix("?").replace("sample", " ".join(map(str, shape)))
-            if not is_of_kind(value, kind, sizes):
+            wanted = kind.format(sample=sample, units=math.prod(shape), count=self._count)
+            if not (members and value is None) and not re.fullmatch(wanted, described(value)):
                 return name.removeprefix("_")
         return None if members or self._is_consistent() else "state"
 

@@ -152,7 +152,10 @@ class Covariance(RowReduction):
     """
 
     _state_names = ("_labels", "_counts", "_means", "_scatter")
-    _state_kinds = ("list C label", "counts C", "double C units", "double units units")
+    _state_kinds = (
+        *(r"\[.+\]", r"tensor int64 \d+"),
+        *(r"tensor float64 \d+ {units}", "tensor float64 {units} {units}"),
+    )
     _labels: list[Label]
     _counts: Tensor  # [classes]
     _means: Tensor  # [classes, D]
@@ -221,8 +224,9 @@ class Covariance(RowReduction):
         self._advance(codes, other._counts, other._means)
 
     def _is_consistent(self) -> bool:
-        has_labels = self._by is not None or self._labels == [""]
-        return has_labels and len(set(self._labels)) == len(self._labels)
+        labels, sizes = set(self._labels), {len(self._counts), len(self._means), len(self._labels)}
+        are_labels = all(isinstance(one, Label) for one in labels)
+        return are_labels and sizes == {len(labels)} and (self._by is not None or labels == {""})
 
     def _result(self) -> CovarianceResult:
         counts, means, matrix = self._labelled_result()

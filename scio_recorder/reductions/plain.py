@@ -17,7 +17,7 @@ from scio_recorder.tensors.digests import sample_digests
 
 class _Extremum(SampleReduction):
     _state_names = ("_value",)
-    _state_kinds = ("real sample",)
+    _state_kinds = ("tensor (?!complex)[^ ]+{sample}",)
     _value: Tensor
     # Over the samples of a batch, and of two values.
     _over_samples: Callable[[Tensor, int], Tensor]
@@ -119,7 +119,7 @@ class Mean(SampleReduction):
     """
 
     _state_names = ("_sum",)
-    _state_kinds = ("wide sample",)
+    _state_kinds = ("tensor (float64|complex128){sample}",)
     _takes_complex = True
     _sum: Tensor
 
@@ -196,7 +196,7 @@ class Moments(SampleReduction):
     """
 
     _state_names = ("_seen", "_mean", "_squares")
-    _state_kinds = ("whole", "double sample", "double sample")
+    _state_kinds = ("whole", "tensor float64{sample}", "tensor float64{sample}")
     _seen: int
     _mean: Tensor
     _squares: Tensor
@@ -275,7 +275,7 @@ class Last(SampleReduction):
     """
 
     _state_names = ("_value",)
-    _state_kinds = ("any ...",)
+    _state_kinds = ("tensor .*",)
     _takes_complex = True
     _takes_any_shape = True
     _value: Tensor
@@ -322,7 +322,7 @@ class Digest(SampleReduction):
     """
 
     _state_names = ("_digests",)
-    _state_kinds = ("list 1 int64 count",)
+    _state_kinds = (r"\[tensor -?int64 {count}\]",)
     _takes_complex = True
     _takes_any_shape = True
     _digests: list[Tensor]  # in host memory, wherever the samples are
@@ -379,7 +379,7 @@ class Fold(SampleReduction):
     """
 
     _state_names = ("_accumulator",)
-    _state_kinds = ("anything",)
+    _state_kinds = (".*",)
     _takes_complex = True
     _takes_any_shape = True
     _accumulator: Any

@@ -56,7 +56,10 @@ class Quantiles(RowReduction):
     """
 
     _state_names = ("_ends", "_summaries", "_odd", "_waiting")
-    _state_kinds = ("floats units 2?", "list _ floats units _?", "whole?", "floats _ units?")
+    _state_kinds = (
+        *("(tensor float.. {units} 2)?", r"(\[(tensor float.. {units} \d+(, )?)+\])?"),
+        *("(whole)?", r"(tensor float.. \d+ {units})?"),
+    )
     _ends: Tensor  # [features, 2], smallest and largest value of the blocks that were thinned
     # Each [features, s] and sorted, or [features, 0]. One at level i has 2 ** i times the weight of
     # one at level 0.
