@@ -79,8 +79,7 @@ class Collection:
         self.is_shared = store.is_shared
         self._writer = store.open(self.job(is_shared=store.is_shared))
         self._durable = Durable(self._writer)
-        run_aside = self.capture.site.local.run_aside
-        self._intakes = Intakes(self.layers, self._writer, run_aside, waits=self.is_of_others)
+        self._intakes = Intakes(self.layers, self._writer, waits=self.is_of_others)
 
     def job(self, *, is_shared: bool) -> Job:
         """Return the job that a store is given, which other processes may share."""

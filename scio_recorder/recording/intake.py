@@ -26,8 +26,9 @@ from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.stores.disk_format.medium import parsing
 from scio_recorder.stores.disk_format.tensor_file import expect
 from scio_recorder.stores.kept_inputs import KeptCall
-from scio_recorder.tensors.copies import gathered, is_dense
+from scio_recorder.tensors.copies import gathered, is_dense, version_of
 from scio_recorder.tensors.digests import Weights, digest_of
+from scio_recorder.tensors.structures import tensors
 
 
 @dataclass(slots=True)
@@ -82,13 +83,13 @@ class LayerIntake:
         return kept.detach() if kept.requires_grad else kept
 
     def _apply(self, transform: Transform, activation: Any) -> Any:
-        is_counted = isinstance(activation, Tensor) and not activation.is_inference()
-        before = activation._version if is_counted else 0
+        received = tensors(activation)
+        before = list(map(version_of, received))
         try:
             result = transform(activation, self.current.batch)
         except Exception as error:
             raise raised_by(f"the transform of layer {self.layer}", error) from error
-        if is_counted and activation._version != before:
+        if list(map(version_of, received)) != before:
             raise CollectError(
                 f"the transform of layer {self.layer} changed the activation in place, and so the "
                 "input of later layers: let it return a new tensor"
@@ -292,39 +293,28 @@ class Intakes:
         The options of each layer.
     writer : StoreWriter
         Where samples are kept.
-    run_aside : callable
-        Runs a transform so that calls of the network in it are no part of the pass.
     waits : bool
         Whether reductions receive copies of a pass when it has ended, since more passes may follow
         one that fails.
     """
 
-    def __init__(
-        self,
-        layers: LayerOptions,
-        writer: StoreWriter,
-        run_aside: Callable[..., Any],
-        *,
-        waits: bool,
-    ) -> None:
+    def __init__(self, layers: LayerOptions, writer: StoreWriter, *, waits: bool) -> None:
         self._layers, self._writer = layers, writer
         # What is kept about each row, if a row is not a sample; the first batch has all names.
         self._columns: dict[str, Column] = {}
         self._column_names: list[str] = []
-        self._intakes: dict[DepthIdx, StoringIntake | ReducingIntake] = {}
         self.storing: dict[DepthIdx, StoringIntake] = {}
         self._reducing: dict[DepthIdx, ReducingIntake] = {}
         for label in layers.recording:
-            given = layers.transforms.get(label)
-            transform = None if given is None else partial(run_aside, given)
-            shared = layers.architecture[label], transform
+            shared = layers.architecture[label], layers.transforms.get(label)
             if label in layers.reductions:
                 reductions = several(layers.reductions[label])
                 self._reducing[label] = ReducingIntake(*shared, reductions, waits)
             else:
                 self.storing[label] = StoringIntake(*shared, writer, layers.asked.dtype)
-        self._intakes = {**self.storing, **self._reducing}
-        self.receivers = {label: intake.receive for label, intake in self._intakes.items()}
+        self._intakes = [*self.storing.values(), *self._reducing.values()]
+        self.receivers = {label: storing.receive for label, storing in self.storing.items()}
+        self.receivers |= {label: one.receive for label, one in self._reducing.items()}
         self.begin(CurrentBatch())
         # Kept calls of the current pass, if inputs are kept, and digests of weights.
         self._calls: dict[DepthIdx, dict[str, Any]] = {}
@@ -343,7 +333,7 @@ class Intakes:
     def begin(self, current: CurrentBatch) -> None:
         """Go on to a batch."""
         self.current = current
-        for intake in self._intakes.values():
+        for intake in self._intakes:
             intake.current = current
 
     def keep_inputs(self, module: nn.Module, inputs: Inputs) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -114,8 +115,11 @@ class LayerOptions:
         self.reductions: dict[DepthIdx, Reductions] = {
             label: _fresh(given) for label, given in self._by_layer(asked.reduce, "reduce").items()
         }
-        self.transforms: dict[DepthIdx, Transform] = self._by_layer(asked.transform, "transform")
-        for label, function in self.transforms.items():
+        # Calls of the network in a transform are no part of the pass.
+        aside = capture.site.local.run_aside
+        self.transforms: dict[DepthIdx, Transform] = {}
+        for label, function in self._by_layer(asked.transform, "transform").items():
+            self.transforms[label] = partial(aside, function)
             if not callable(function):
                 raise CollectError(
                     f"the transform of layer {self.architecture[label]} is {function!r}: it must "
