@@ -206,6 +206,8 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
     target = Path(path)
     if target.is_dir() or os.fspath(path).endswith("/"):
         raise RecordingError(f"{path} is a folder: name a file, such as {target / 'page.html'}")
+    if target.exists() and not target.is_file():
+        raise RecordingError(f"{path} is a device, which a page would replace: name a file")
     draft = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
     try:
         # Whether the file can be written is known before the work.

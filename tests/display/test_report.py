@@ -245,6 +245,11 @@ def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(RecordingError, match=f"is a folder: name a file, such as {page}$"):
             recording.report(folder)
 
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RecordingError, match="pipe is a device, which a page would replace"):
+        recording.report("pipe")
+    (tmp_path / "pipe").unlink()
+
     def refuse(path: Path, **options: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
