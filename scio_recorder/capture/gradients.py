@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
@@ -33,10 +33,10 @@ from scio_recorder.tensors.structures import Rebuild
 
 # As RemovableHandle wants them.
 GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[DepthIdx, Any]], object]]"
-_LEFT_OUT = (
+LEFT_OUT = (
     "it returned a tensor that existed before its call, such as its input, or a parameter, and "
-    "autograd adds up the gradients of all uses of that. Record the layer that made the tensor, "
-    "let this one return a new one, such as x.clone(), or read .grad of a parameter or an input"
+    "autograd adds up the gradients of all uses of that. See the layer that made the tensor, let "
+    "this one return a new one, such as x.clone(), or read .grad of a parameter or an input"
 )
 
 
@@ -51,16 +51,18 @@ class CallStarts:
     """How many operations autograd had noted when calls of modules began."""
 
     def __init__(self) -> None:
-        self._starts: dict[tuple[int, int], list[int]] = {}
+        self._starts: defaultdict[object, list[int]] = defaultdict(list)
 
-    def begin(self, index: int) -> None:
-        """Note the start of a call of a module, by its index."""
-        starts = self._starts.setdefault((index, get_ident()), [])
-        starts.append(private.num_operations())
+    def begin(self, module: object) -> None:
+        """Note the start of a call of a module, which is given by a name or a number."""
+        self._starts[module, get_ident()].append(private.num_operations())
 
-    def end(self, index: int) -> int:
-        """Return the number of the call that ends. Those of calls that failed stay behind."""
-        starts = self._starts.get((index, get_ident()))
+    def end(self, module: object) -> int:
+        """Return the number at the start of the call that ends; 0 if it was not noted.
+
+        Those of calls that failed stay behind.
+        """
+        starts = self._starts[module, get_ident()]
         return starts.pop() if starts else 0
 
 
@@ -126,7 +128,7 @@ class Gradients:
             self._arrived, summed, lambda every: Recorded(every, tuple)
         )
         records = Records(architecture, entries, "gradient")
-        records.reasons = {at: _LEFT_OUT for at in self._left_out if at is not None}
+        records.reasons = {at: LEFT_OUT for at in self._left_out if at is not None}
         return records
 
 

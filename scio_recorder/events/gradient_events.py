@@ -11,10 +11,7 @@ A call that returned several tensors makes one event, once all their gradients h
 never come, the event waits for the end of the backward pass. Modules inside the call are
 differentiated in the meantime, but come after it in the log, since its place is reserved.
 
-NOTE [Tensors that existed before]
-
-A module may return a tensor that existed before its call, such as its input. The gradient of that
-is the sum over all its uses, also over those beside the module. So it is left out.
+Of a tensor that existed before the call, the gradient is left out: see `capture.gradients`.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
+from scio_recorder.capture.gradients import LEFT_OUT
 from scio_recorder.events.event import Entry, Event, EventLog
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import version_counter, version_of
@@ -35,11 +33,6 @@ CHANGED = (
     "it returns a view that is changed in place later, which removes the original view from "
     "autograd's graph. Write that operation out of place, as x + 1 for x += 1 or ReLU() for "
     "ReLU(inplace=True)"
-)
-OLDER = (
-    "it returns a tensor that existed before its call, such as its input, and autograd adds up the "
-    "gradients of all uses of that. See the gradient of the module that made the tensor, or return "
-    "a new one, such as x.clone()"
 )
 REENTRANT = (
     "it ran in a region of reentrant checkpointing, which makes its graph in the backward pass. "
@@ -113,7 +106,7 @@ class TrackedCall:
         node: Any = tensor.grad_fn
         if node is None:
             # A leaf outlives the graph, and so would a hook on it.
-            self._miss(OLDER)
+            self._miss(LEFT_OUT)
             return
         self._awaited.add(id(tensor))
         if private.place_of(node) < start:
@@ -137,7 +130,7 @@ class TrackedCall:
             self._received[task] = gradients
             private.call_at_end_of_backward(partial(self._end, gradients))
         if key in self._older:
-            self._miss(OLDER)
+            self._miss(LEFT_OUT)
             gradient = None
         gradients[key] = gradient
         if len(gradients) == len(self._awaited):

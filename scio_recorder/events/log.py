@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from scio_recorder.capture.checkpoint_regions import is_rerun, regions
+from scio_recorder.capture.gradients import CallStarts
 from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError, warn
 from scio_recorder.events.event import Event, EventLog, Stash, Statistic, event_frame
@@ -63,8 +62,7 @@ class Tracker:
     def __init__(self, stash: StashEvent) -> None:
         self._log = EventLog(stash)
         self._hooks = CallHooks()
-        # For each module and thread, the starts of its calls, in operations that autograd counts.
-        self._starts: defaultdict[object, list[int]] = defaultdict(list)
+        self._starts = CallStarts()
         weakref.finalize(self, self._hooks.remove, waits=False).atexit = False
 
     @property
@@ -203,14 +201,13 @@ class Tracker:
         self._log.add(Event(name, type(module), False, output, args, kwargs))
 
     def _begin(self, name: str, *_: Any) -> None:
-        self._starts[name, get_ident()].append(private.num_operations())
+        self._starts.begin(name)
 
     def _take_with_gradients(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         self._take(name, module, args, kwargs, output)
-        # A call that fails leaves its start behind, below those of later calls.
-        start = self._starts[name, get_ident()].pop()
+        start = self._starts.end(name)
         if is_rerun():
             return
         if torch.is_grad_enabled():

@@ -56,7 +56,8 @@ ROWS = {room: row for row, rooms in enumerate(HOUSE) for room in rooms.split()}
 # What the upper storey may use of the core: what another package could use too. A file of the core
 # is private until it stands here. `.*` stands for all files of a room.
 SEAM = (
-    "capture.around capture.checkpoint_regions capture.engine capture.hooks capture.program",
+    "capture.around capture.checkpoint_regions capture.engine capture.gradients capture.hooks",
+    "capture.program",
     "display.* errors former_names layer postprocessors.* recorder.recorder reductions.* tensors.*",
     "nets.architecture nets.hookable nets.records nets.refusals",
     "nets.selection nets.sharded nets.state.*",
