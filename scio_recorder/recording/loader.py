@@ -36,7 +36,7 @@ from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.layer import DepthIdx, counted, text_of
 from scio_recorder.nets.selection import select
 from scio_recorder.recording.readable import Readable
-from scio_recorder.stores.disk_format.tensor_file import checksum, dump, memory
+from scio_recorder.stores.disk_format.tensor_file import checksum, dump, empty_bytes
 from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.digests import digest_of
@@ -502,7 +502,7 @@ def _buffer_for(column: Tensor, count: int) -> Tensor | None:
     if not isinstance(column, DiskTensor):
         return None
     column.reader.forget_verified()
-    data = memory(count * bytes_of_row(column))
+    data = empty_bytes(count * bytes_of_row(column))
     return data.view(column.dtype).view(count, *column.shape[1:])
 
 

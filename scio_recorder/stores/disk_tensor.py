@@ -13,7 +13,7 @@ from scio_recorder.layer import DepthIdx, Layer, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.disk_format.description import row_column
 from scio_recorder.stores.disk_format.reader import JoinedReader, RowReader, RunReader
-from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, expect, memory
+from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, empty_bytes, expect
 from scio_recorder.stores.kept_inputs import Calls
 from scio_recorder.stores.store import Held
 from scio_recorder.tensors import private
@@ -153,13 +153,13 @@ class DiskTensor(Tensor):
         apart |= (rows // max(1, _SPAN_BYTES // max(1, row_bytes))).diff() > 0
         edges = [0, *(apart.nonzero().squeeze(1) + 1).tolist(), len(rows)]
         # Not every dtype can be gathered, but bytes can.
-        out = memory(len(rows) * row_bytes).view(len(rows), row_bytes)
+        out = empty_bytes(len(rows) * row_bytes).view(len(rows), row_bytes)
 
         def gather(span: tuple[int, int]) -> None:
             begin, end = span
             first = int(rows[begin])
             count = int(rows[end - 1]) + 1 - first
-            part = memory(count * row_bytes)
+            part = empty_bytes(count * row_bytes)
             self.reader.read_into(part.numpy(), self.layer, first)
             out[order[begin:end]] = part.view(count, row_bytes)[rows[begin:end] - first]
 

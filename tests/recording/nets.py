@@ -103,7 +103,7 @@ class LoaderMemory:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.most = 0
-        monkeypatch.setattr("scio_recorder.recording.loader.memory", self._memory)
+        monkeypatch.setattr("scio_recorder.recording.loader.empty_bytes", self._memory)
 
     def _memory(self, num_bytes: int) -> Tensor:
         self._change(num_bytes)

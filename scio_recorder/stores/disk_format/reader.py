@@ -35,8 +35,8 @@ from scio_recorder.stores.disk_format.tensor_file import (
     Table,
     TensorFile,
     checksum,
+    empty_bytes,
     expect,
-    memory,
     parse,
 )
 from scio_recorder.tensors.processes import for_each
@@ -80,7 +80,7 @@ class RowReader(abc.ABC):
         spec = self._spec(name)
         if not 0 <= start <= stop <= self.num_rows:
             raise IndexError(f"rows {start} to {stop} of {self.num_rows} in {self.path}")
-        data = memory((stop - start) * spec.nbytes)
+        data = empty_bytes((stop - start) * spec.nbytes)
         self.read_into(data.numpy(), name, start)
         return data.view(spec.dtype).view(stop - start, *spec.shape)
 

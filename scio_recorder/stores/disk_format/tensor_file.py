@@ -295,7 +295,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return array.data
 
 
-def memory(num_bytes: int) -> Tensor:
+def empty_bytes(num_bytes: int) -> Tensor:
     """Return bytes to read into."""
     # NumPy asks the system for large pages, which are prepared in a part of the time. An empty
     # array would have no stride, and no view of another dtype.
@@ -350,7 +350,7 @@ class TensorFile:
     def read(self, name: str) -> Tensor:
         """Return a whole tensor in new memory."""
         spec = self.table[name]
-        data = memory(spec.nbytes)
+        data = empty_bytes(spec.nbytes)
         self.copy_into(data.numpy(), name, 0)
         return data.view(spec.dtype).view(spec.shape)
 
