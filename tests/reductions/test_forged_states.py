@@ -21,8 +21,8 @@ from tests.reductions.test_interface import (
     DATA,
     LABELS,
     Make,
+    by,
     every,
-    plain_and_by_class,
     reduced,
 )
 
@@ -63,7 +63,7 @@ def forged(state: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str
 
 
 @every
-@plain_and_by_class
+@pytest.mark.parametrize("options", [{}, pytest.param({"by": by}, marks=pytest.mark.campaign)])
 def test_nothing_but_our_errors(make: Make, options: dict[str, Any]) -> None:
     good = reduced(make, options)
     state = good.state_dict()
