@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from scio_recorder import LayerNotFoundError, Recorder, open_recording
 from scio_recorder.errors import CollectError, RecorderError, RecordingError
 from scio_recorder.recording.recipes import states_of
-from scio_recorder.reductions import Fold, Moments
+from scio_recorder.reductions import Digest, Fold, Last, Moments, Quantiles
 from scio_recorder.stores import Disk
 from tests.reductions.test_interface import (
     DATA,
@@ -94,6 +94,23 @@ def test_nothing_but_our_errors(make: Make, options: dict[str, Any]) -> None:
                 except RecorderError:
                     break
     assert num_refused > 50
+
+
+@every
+def test_tensors_of_another_shape_or_dtype(make: Make) -> None:
+    reduction = reduced(make, {})
+    if isinstance(reduction, Quantiles):
+        # Enough for summaries.
+        reduction.update(torch.randn(2**15, 3, 2))
+    state = reduction.state_dict()
+    for path, value in places(state):
+        if not isinstance(value, Tensor) or isinstance(reduction, Last | Fold):
+            continue
+        others = [value[..., None], value.to(torch.complex64), value.tolist()]
+        is_count = value.dtype == torch.int64 and not isinstance(reduction, Digest)
+        for other in (*others, *([-value - 1] if is_count else [])):
+            with pytest.raises(RecordingError, match="is damaged"):
+                make().load_state_dict(forged(state, path, other))
 
 
 def of_each(forge: Any) -> Any:
