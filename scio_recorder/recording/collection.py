@@ -160,13 +160,13 @@ class Collection:
                 skip = durable.num_to_skip(ids, by_batches=self.layers.with_inputs)
         rows = rows or BatchRows.of_samples(number, self._labelled)
         num_repeats = number - len(ids)
-        own = rows.of_some(0, rows.num_samples - num_repeats)
+        own = rows.of_some(0, rows.num_samples - num_repeats) if num_repeats else rows
         self._num_own_rows = own.num_rows
         # It may continue durable samples: then it is durable itself if its rows are.
         is_durable = skip == len(ids) if number else durable.holds_rows(own.num_rows)
-        kept, start = own.of_some(skip, own.num_samples), self._writer.start
+        kept = own.of_some(skip, own.num_samples) if skip else own
         is_part = bool(skip or num_repeats)
-        self._intakes.begin(CurrentBatch(batch, ids, kept, skip, is_part, start))
+        self._intakes.begin(CurrentBatch(batch, ids, kept, skip, is_part, self._writer.start))
         return self._is_taken and not (is_durable or durable.is_complete)
 
     def _rows_of(self, batch: Any, inputs: Inputs, is_taken: bool) -> BatchRows | None:
@@ -209,7 +209,7 @@ class Collection:
             The network's output, if others run the pass.
         """
         current, durable = self._intakes.current, self._durable
-        self._intakes.begin(CurrentBatch())
+        current.batch = None
         self.feed.num_samples += len(current.ids)
         if self._continuing is not None:
             self._continuing.count_pass(output)

@@ -31,6 +31,9 @@ from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.structures import tensors
 
 
+_NO_ROWS = BatchRows.of_samples(0)
+
+
 @dataclass(slots=True)
 class CurrentBatch:
     """The batch whose pass is running: its rows and ids, and what of it is kept."""
@@ -39,7 +42,7 @@ class CurrentBatch:
     # The ids of its samples, without repeats.
     ids: Ids = ()
     # The rows to keep.
-    rows: BatchRows = field(default_factory=partial(BatchRows.of_samples, 0))
+    rows: BatchRows = _NO_ROWS
     # The number of samples at its beginning that are durable already.
     skip: int = 0
     # Whether samples at one of its ends are not kept: durable ones, or repeats of a sampler.
