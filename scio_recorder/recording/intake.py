@@ -30,7 +30,6 @@ from scio_recorder.tensors.copies import gathered, is_dense, version_of
 from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.structures import tensors
 
-
 _NO_ROWS = BatchRows.of_samples(0)
 
 
