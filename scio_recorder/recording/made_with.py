@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import platform
 import sys
@@ -12,6 +11,8 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+
+from scio_recorder.tensors import private
 
 
 def made_with(net: nn.Module) -> dict[str, Any]:
@@ -46,17 +47,13 @@ def made_with(net: nn.Module) -> dict[str, Any]:
         "numpy": _version("numpy"),
         package: _version(package),
     }
-    attention = None
-    # A configuration may be anything, and raise anything.
-    with contextlib.suppress(Exception):
-        attention = getattr(net, "config", None)._attn_implementation  # type: ignore[union-attr]
     parameters = list(net.parameters())
     found = {
         **versions,
         "net": f"{kind.__module__}.{kind.__qualname__}",
         "dtypes": sorted({str(one.dtype).removeprefix("torch.") for one in parameters}),
         "devices": sorted({str(one.device) for one in parameters}),
-        "attention": str(attention) if isinstance(attention, str | dict) else None,
+        "attention": private.attention_of(net),
         "training": net.training,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -516,6 +516,16 @@ def generation_in(generate: Callable[..., Any]) -> tuple[str, int] | None:
         raise unsupported("rows= around generate", "GenerationMixin.generate") from error
 
 
+def attention_of(net: nn.Module) -> str | None:
+    """Return the implementation of attention that a net of transformers has chosen."""
+    found = None
+    # A configuration may be anything, and raise anything.
+    with contextlib.suppress(Exception):
+        config: Any = net.config
+        found = config._attn_implementation
+    return str(found) if isinstance(found, str | dict) else None
+
+
 # -- tensors other than arrays of numbers ----------------------------------------------------------
 
 
