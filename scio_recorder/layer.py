@@ -152,9 +152,8 @@ class Layer:
         The output's structure with a ``TensorSpec`` for every tensor.
     shard : Shard or None
         Which shard its output is, if tensor parallelism gives each process a shard of its own.
-    called_as : str or None
-        If the net holds the module under several names: the name by which it was called, as far as
-        that can be seen.
+    called_as : CallingName or None
+        If the net holds the module under several names: by which module and name it was called.
 
     Examples
     --------
@@ -176,7 +175,7 @@ class Layer:
     completion: int | None
     output_spec: Any
     shard: Shard | None = None
-    called_as: str | None = None
+    called_as: Any = None
 
     @property
     def depth(self) -> int:

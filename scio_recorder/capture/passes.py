@@ -149,10 +149,12 @@ class Pass:
 
     def _check_caller(self, position: int, index: int) -> None:
         expected = self.program.callers[position]
-        seen = None if expected is None else calling_name(self.program.names)
-        if seen != expected:
+        if expected is None:
+            return
+        seen = calling_name(self.program.names)
+        if not seen.agrees(expected):
             layer = self.program.layers_of([index])[0]
-            self._misnamed = f"{layer}: {expected!r} at labelling, {seen!r} now"
+            self._misnamed = f"{layer}: {str(expected)!r} at labelling, {str(seen)!r} now"
 
     def receive_inputs(self, index: int, args: Any, kwargs: Any) -> Any:
         """Take the inputs of a module's forward; return those that it receives instead."""

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from types import CodeType, FrameType
-from typing import Any
+from typing import NamedTuple
 
 from torch import nn
 
@@ -22,11 +22,23 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _BESIDE_CALLS = ("KW_NAMES", "PRECALL", "PUSH_NULL")
 
 
-def calling_name(names: Mapping[int, str]) -> str | None:
-    """Return the name under which the innermost running module was called in the network.
+class CallingName(NamedTuple):
+    """The module that calls another one, and the name that it has for that, empty if not shown."""
 
-    It consists of the name of the module around it and of the attribute that was called, if the
-    code that calls it names one: a module that is held under several names does not know.
+    around: str
+    attribute: str
+
+    def __str__(self) -> str:
+        return ".".join(filter(None, self))
+
+    def agrees(self, other: CallingName) -> bool:
+        """Whether both may stand for one name."""
+        are_shown = self.attribute and other.attribute
+        return self.around == other.around and not (are_shown and self != other)
+
+
+def calling_name(names: Mapping[int, str]) -> CallingName:
+    """Return the name under which the innermost running module was called in the network.
 
     Parameters
     ----------
@@ -34,53 +46,56 @@ def calling_name(names: Mapping[int, str]) -> str | None:
         The names of the network's modules, by ``id``.
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename != _MODULES:
-        frame = frame.f_back
-    while frame is not None and frame.f_code.co_filename == _MODULES:
-        frame = frame.f_back
-    attribute = None if frame is None else _called_attribute(frame)
+    module, caller, around = None, None, ""
     while frame is not None:
-        owner = frame.f_locals.get("self") if frame.f_code.co_filename == _MODULES else None
-        if id(owner) in names:
-            return ".".join(filter(None, (names[id(owner)], attribute)))
+        if frame.f_code.co_filename == _MODULES:
+            running = frame.f_locals.get("self")
+            module = running if module is None else module
+            if running is module:
+                # Others may have put code around the call, which stands in between.
+                caller = frame.f_back
+            elif id(running) in names:
+                around = names[id(running)]
+                break
         frame = frame.f_back
-    return attribute
+    return CallingName(around, "" if caller is None else ".".join(_called_by(caller)))
 
 
-def _called_attribute(frame: FrameType) -> str:
-    """Return what a frame calls, such as ``block.act`` or ``layers.0``; nothing for a variable."""
-    attributes, key, is_variable = _called(frame.f_code, frame.f_lasti)
-    if is_variable:
-        variables = frame.f_locals
-        key = variables.get(key)
-        if type(variables) is dict:
-            # Until Python 3.12 a copy, which would keep the variables alive.
-            variables.clear()
-    return ".".join([*attributes, *([str(key)] if isinstance(key, int | str) else [])])
+def _called_by(frame: FrameType) -> list[str]:
+    """Return how a frame finds what it calls: attributes, and the key of a list."""
+    names, variable = _called_at(frame.f_code, frame.f_lasti)
+    if variable is None:
+        return names
+    variables = frame.f_locals
+    key = variables.get(variable)
+    if type(variables) is dict:
+        # Until Python 3.12 a copy, which would keep the variables alive.
+        variables.clear()
+    return [*names, str(key)] if isinstance(key, int | str) else names
 
 
 @functools.lru_cache(4096)
-def _called(code: CodeType, at: int) -> tuple[list[str], Any, bool]:
-    """Return the attributes and the key by which an instruction finds what it calls.
+def _called_at(code: CodeType, at: int) -> tuple[list[str], str | None]:
+    """Return by which names an instruction finds what it calls, and by which variable's value.
 
-    The key is that of ``layers[key]`` or ``getattr(self, key)``, a constant or a variable.
+    ``layers[0]`` and ``getattr(self, "first")`` have a key, which may be a variable.
     """
     found = [one for one in dis.get_instructions(code) if one.opname not in _BESIDE_CALLS]
     call = next((one.positions for one in found if one.offset == at), None)
-    if call is None or call.lineno is None:
-        return [], None, False
-    # The instructions that find what is called begin where the call does, and end before it.
+    # Instructions that find what is called begin where the call does in the text, and end before.
     finding = [
         place
         for place, one in enumerate(found)
-        if one.offset < at
+        if call is not None
         and one.positions is not None
+        and one.offset < at
         and one.positions[::2] == call[::2]
         and one.positions[1::2] < call[1::2]
     ]
-    attributes = [found[at].argval for at in finding if found[at].opname in _ATTRIBUTES]
+    names = [str(found[at].argval) for at in finding if found[at].opname in _ATTRIBUTES]
     if not finding or not found[finding[-1]].opname.startswith(("BINARY_", "CALL")):
-        return attributes, None, False
+        return names, None
     key = found[finding[-1] - 1]
-    name = key.argval[-1] if isinstance(key.argval, tuple) else key.argval
-    return attributes, name, key.opname.startswith("LOAD_FAST")
+    value = key.argval[-1] if isinstance(key.argval, tuple) else key.argval
+    is_variable = key.opname.startswith("LOAD_FAST")
+    return (names, value) if is_variable else ([*names, str(value)], None)

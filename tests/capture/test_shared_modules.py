@@ -156,6 +156,29 @@ def test_what_stays_the_same_is_recorded(kind: str) -> None:
         assert all(torch.equal(rnet.activations[at], x) for at, x in zip(order, seen, strict=True))
 
 
+def test_a_name_that_is_not_shown_is_no_other_name() -> None:
+    net = Net(lambda net, x: net.b(net.a(x)))
+    rnet = Recorder(net, input_size=(2, 4))
+    rnet.record(nn.Linear)
+    net.run = lambda net, x: checkpoint(net.b, net.a(x), use_reentrant=False)
+    rnet(X)
+    net.run = lambda net, x: checkpoint(net.b, net.b(x), use_reentrant=False)
+    with pytest.raises(FlowError, match="'a' at labelling, 'b' now"):
+        rnet(X)
+
+
+def test_code_around_calls_is_no_caller() -> None:
+    net = Net(lambda net, x: net.b(net.a(x)))
+    rnet = Recorder(net, input_size=(2, 4))
+    rnet.record(nn.Linear)
+    with rnet.saved_tensors("a"), rnet.watch() as passes:
+        net(X)
+    assert len(passes) == 1
+    net.run = lambda net, x: net.a(net.a(x))
+    with rnet.saved_tensors("a"), pytest.raises(FlowError, match="'b' at labelling, 'a' now"):
+        rnet(X)
+
+
 def test_a_shared_activation_function_is_recorded() -> None:
     act = nn.ReLU()
     net = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act)

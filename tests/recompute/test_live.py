@@ -297,7 +297,7 @@ def test_other_changes_are_an_error() -> None:
         rnet.recompute("1.0")
     rnet(torch.randn(3, 4))
     rnet.net.to("meta")
-    with pytest.raises(RecomputeError, match=r"on another device: 0.weight was on cpu"):
+    with pytest.raises(RecomputeError, match="its parameters were on cpu, now on meta"):
         rnet.recompute("1.0")
 
 
@@ -364,7 +364,7 @@ def test_the_error_names_what_is_not_kept(make: Any, name: str, cause: str) -> N
         recording.recompute(rnet, f"{name}.inner")
     with torch.no_grad():
         rnet(data[0])
-    with pytest.raises(RecomputeError, match=f"{cause}|the buffer .* has changed"):
+    with pytest.raises(RecomputeError, match=f"{cause}|a large buffer has changed"):
         rnet.recompute(f"{name}.inner")
 
 
@@ -383,7 +383,7 @@ def test_large_buffers_are_watched_and_not_copied() -> None:
     rnet(torch.randn(3, 4))
     assert rnet.recompute("0.act")
     rnet.net[0].mask.add_(0)
-    with pytest.raises(RecomputeError, match="buffer mask has changed"):
+    with pytest.raises(RecomputeError, match="a large buffer has changed since that pass: mask"):
         rnet.recompute("0.act")
     rnet(torch.randn(1, 4) * 0)
     rnet.net[0].mask.data.mul_(2)

@@ -23,7 +23,7 @@ from torchinfo.formatting import FormattingOptions
 from torchinfo.layer_info import LayerInfo
 
 from scio_recorder.layer import describe, shapes_of
-from scio_recorder.nets.calling_names import calling_name
+from scio_recorder.nets.calling_names import CallingName, calling_name
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.tensors.copies import is_dense
 from scio_recorder.tensors.private_distributed import FSDP, loaded, sizes_before_fsdp1
@@ -47,7 +47,7 @@ class Row(LayerInfo):
         Of its inputs and its output, see ``Layer``; None if it did not return.
     completion : int or None
         The number of calls of all modules that returned before; None if it did not return.
-    called_as : str or None
+    called_as : CallingName or None
         See ``Layer``.
     num_new : int
         The number of parameters that no earlier row has counted.
@@ -55,7 +55,7 @@ class Row(LayerInfo):
 
     call = num_new = 0
     completion: int | None = None
-    called_as: str | None = None
+    called_as: CallingName | None = None
     input_shape: Any = None
     output_spec: Any = None
     _is_tied = False

@@ -215,14 +215,12 @@ class Moment:
 
 @dataclass
 class LiveMoment(Moment):
-    """A moment of this process, which knows the weights that the module had.
+    """A moment of this process, which knows the tensors that the module had.
 
     Parameters
     ----------
-    weights : list
-        Name, tensor, version and device of each parameter.
-    large : list
-        Name, tensor and version of each buffer that is referenced, not copied.
+    referenced : list
+        Name, tensor and version of each parameter, and of each buffer that is not copied.
     samples : dict
         Some numbers of all these.
 
@@ -236,46 +234,38 @@ class LiveMoment(Moment):
     'weights have changed since that pass: bias'
     """
 
-    weights: list[tuple[str, Tensor, int, torch.device]] = field(default_factory=list)
-    large: list[tuple[str, Tensor, int]] = field(default_factory=list)
+    referenced: list[tuple[str, Tensor, int]] = field(default_factory=list)
     samples: dict[Any, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: nn.Module, inputs: Any) -> Self:
         """Note the current state, with copies of small buffers."""
         moment = super().of(module, inputs)
+        named: list[tuple[str, Tensor]] = list(module.named_parameters())
         for at, (_, name, buffer) in enumerate(_buffers(module)):
             if moment.buffers[at] is None:
-                moment.large.append((name, buffer, version_of(buffer)))
-                moment.buffers[at] = buffer
-            else:
-                moment.buffers[at] = buffer.detach().clone()
-        named = module.named_parameters()
-        moment.weights = [(name, p, version_of(p), p.device) for name, p in named]
-        moment.samples = joined(sampled(moment._uncopied()))
+                named.append((name, buffer))
+            is_copied = moment.buffers[at] is not None
+            moment.buffers[at] = buffer.detach().clone() if is_copied else buffer
+        moment.referenced = [(name, one, version_of(one)) for name, one in named]
+        moment.samples = joined(sampled([one for _, one in named]))
         return moment
 
     def explain_change(self, module: nn.Module) -> str | None:
         """Say what in the module has certainly changed since; None if nothing has."""
-        now = dict(module.named_parameters())
-        for name, parameter, version, device in self.weights:
-            if name in now and now[name].device != device:
-                return f"the net is on another device: {name} was on {device}"
-            if now.get(name) is not parameter or version_of(parameter) != version:
-                return f"weights have changed since that pass: {name}"
-        for name, buffer, version in self.large:
-            if version_of(buffer) != version:
-                return f"the buffer {name} has changed since that pass"
+        difference = super().explain_change(module)
+        if difference is not None:
+            return difference
+        present = {*map(id, module.parameters())}
+        for name, one, version in self.referenced:
+            is_weight = isinstance(one, nn.Parameter)
+            if version_of(one) != version or (is_weight and id(one) not in present):
+                what = "weights have changed" if is_weight else "a large buffer has changed"
+                return f"{what} since that pass: {name}"
         # Writes through `.data` and by fused optimisers are not counted.
-        if not same_samples(joined(sampled(self._uncopied())), self.samples):
-            return "weights have changed since that pass, or large buffers"
-        return super().explain_change(module)
-
-    def _uncopied(self) -> list[Tensor]:
-        return [
-            *(weight for _, weight, *_ in self.weights),
-            *(buffer for _, buffer, _ in self.large),
-        ]
+        samples = joined(sampled([one for _, one, _ in self.referenced]))
+        is_same = same_samples(samples, self.samples)
+        return None if is_same else "weights have changed since that pass, or large buffers"
 
 
 def sampled(given: Iterable[Tensor]) -> dict[Any, list[Tensor]]:

@@ -30,7 +30,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, itemgetter, setitem
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -152,10 +152,6 @@ def _is_value(kind: type) -> bool:
 # -- what is known of all objects of a class -------------------------------------------------------
 
 
-def _of_array(value: Any) -> Iterable[tuple[Any, Any]]:
-    return enumerate(value.flat) if value.dtype.hasobject else ()
-
-
 def _of_function(value: Any) -> Iterable[tuple[Any, Any]]:
     # Not its `__module__`, which decorators make that of another function.
     if str(value.__globals__.get("__name__")).startswith(_MACHINERY):
@@ -171,21 +167,9 @@ def _of_method(value: Any) -> Iterable[tuple[Any, Any]]:
     return [("", value.__self__), ("", None if is_own else function)]
 
 
-def _of_reference(value: Any) -> Iterable[tuple[Any, Any]]:
-    return [("", value())]
-
-
 def _of_script(value: Any) -> Iterable[tuple[Any, Any]]:
     # All else is out of sight.
     return [*value.named_parameters(), *value.named_buffers()]
-
-
-def _of_partial(value: Any) -> Iterable[tuple[Any, Any]]:
-    return [("", value.func), ("", value.args), ("", value.keywords)]
-
-
-def _of_members(value: Any) -> Iterable[tuple[Any, Any]]:
-    return [(name, _member(value, name)) for name in _kind(_type(value)).members]
 
 
 def _member(value: Any, name: str) -> Any:
@@ -212,17 +196,9 @@ def _refill(value: Any, base: Any, items: Iterable[Any]) -> None:
             (base.add if base is set else base.append)(value, item)
 
 
-def _set_all(value: bytearray | array[Any], before: Any) -> None:
-    value[:] = before
-
-
 def _set_array(value: np.ndarray[Any, Any], before: np.ndarray[Any, Any]) -> None:
     if value.flags.writeable and value.shape == before.shape:
         np.copyto(value, before)
-
-
-def _set_state(value: Any, before: Any) -> None:
-    value.state = before
 
 
 _PartsOf: TypeAlias = Callable[[Any], Iterable[tuple[Any, Any]]]
@@ -230,11 +206,11 @@ _PARTS: tuple[tuple[Any, _PartsOf], ...] = (
     (dict, dict.items),
     (types.MappingProxyType, types.MappingProxyType.items),
     ((list, tuple, set, frozenset, deque), enumerate),
-    (np.ndarray, _of_array),
+    (np.ndarray, lambda value: enumerate(value.flat) if value.dtype.hasobject else ()),
     (types.FunctionType, _of_function),
     ((types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType), _of_method),
-    (partial, _of_partial),
-    (weakref.ref, _of_reference),
+    (partial, lambda value: [("", value.func), ("", value.args), ("", value.keywords)]),
+    (weakref.ref, lambda value: [("", value())]),
 )
 _MEMBERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (types.CellType, ("cell_contents",)),
@@ -242,12 +218,20 @@ _MEMBERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 # What has a state of its own: how it is read, and put back.
 _STATES: tuple[tuple[Any, Any, Any], ...] = (
-    ((bytearray, array), itemgetter(slice(None)), _set_all),
+    (
+        (bytearray, array),
+        itemgetter(slice(None)),
+        lambda own, was: setitem(own, slice(None), was),
+    ),
     (np.ndarray, np.ndarray.copy, _set_array),
     (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
     (random.Random, random.Random.getstate, random.Random.setstate),
     (RandomState, partial(RandomState.get_state, legacy=False), RandomState.set_state),
-    (np.random.BitGenerator, attrgetter("state"), _set_state),
+    (
+        np.random.BitGenerator,
+        attrgetter("state"),
+        lambda own, was: setattr(own, "state", was),
+    ),
 )
 
 
@@ -279,7 +263,7 @@ def _kind(kind: type) -> _Kind:
     bases = (*_MAPPINGS, list, deque, set)
     base = next((base for base in bases if issubclass(kind, base)), None)
     if members:
-        parts.append(_of_members)
+        parts.append(lambda value: [(name, _member(value, name)) for name in members])
     is_script = issubclass(kind, torch.jit.ScriptModule)
     if is_script:
         parts = [_of_script]
