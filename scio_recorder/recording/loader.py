@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -120,30 +120,6 @@ def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[DepthIdx, 
     return {label: recording[label] for label in recording.stored if label in chosen}
 
 
-def fingerprint(columns: Iterable[tuple[DepthIdx | str, Tensor]], architecture: str) -> str:
-    """Return a fingerprint that distinguishes rows from those of other recordings.
-
-    Parameters
-    ----------
-    columns : iterable of pairs
-        The label of a layer or the name of a column of rows, and its values in all rows.
-    architecture : str
-        The fingerprint of the labelled net.
-
-    Returns
-    -------
-    str
-        In hexadecimal. All data counts, by its checksums; without any, the outer rows do.
-    """
-    contents: list[Any] = [architecture]
-    for key, samples in columns:
-        name = key if isinstance(key, str) else text_of(key)
-        content = samples.reader.fingerprint() if isinstance(samples, DiskTensor) else ""
-        content = content or digest_of([samples[:32], samples[-32:]])
-        contents.append([name, list(samples.shape), str(samples.dtype), content])
-    return checksum(dump(contents))
-
-
 class _Position:
     """The batch to begin with, in memory that a loader shares with its copies in workers.
 
@@ -217,6 +193,8 @@ class RecordingLoader(IterableDataset[Any]):
         self._rows = dict(rows)
         self._architecture = architecture
         self._arguments = arguments
+        # What decides the order of rows.
+        self._order_of = {"layers": list(map(text_of, layers)), **arguments.to_json()}
         self._num_rows = len(next(iter(self._layers.values())))
         self._position = _Position()
         # The batches given in the latest iteration, and its number.
@@ -288,7 +266,7 @@ class RecordingLoader(IterableDataset[Any]):
             "batches": self._given,
             "readers": self._position.readers,
             "recording": self._fingerprint,
-            "arguments": self._to_json(),
+            "arguments": self._order_of,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -316,7 +294,7 @@ class RecordingLoader(IterableDataset[Any]):
             arguments, recording = dict(state["arguments"]), state["recording"]
         except (TypeError, LookupError, ValueError) as error:
             raise ArgumentError(f"this is not the state of a loader: {error!r}") from error
-        own = self._to_json()
+        own = self._order_of
         other = [f"{key}={arguments.get(key)!r}" for key in own if arguments.get(key) != own[key]]
         if other:
             raise ArgumentError(
@@ -337,10 +315,17 @@ class RecordingLoader(IterableDataset[Any]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        return fingerprint(chain(self._layers.items(), self._rows.items()), self._architecture)
+        """A text that distinguishes the rows from those of other recordings.
 
-    def _to_json(self) -> dict[str, Any]:
-        return {"layers": list(map(text_of, self._layers)), **self._arguments.to_json()}
+        All data counts, by its checksums; without any, the outer rows do.
+        """
+        contents: list[Any] = [self._architecture]
+        for key, samples in chain(self._layers.items(), self._rows.items()):
+            name = key if isinstance(key, str) else text_of(key)
+            content = samples.reader.fingerprint() if isinstance(samples, DiskTensor) else ""
+            content = content or digest_of([samples[:32], samples[-32:]])
+            contents.append([name, list(samples.shape), str(samples.dtype), content])
+        return checksum(dump(contents))
 
     def _batches(self, own: range, skipped: int, iteration: int) -> Iterator[Any]:
         layers, size = list(self._layers.values()), self._arguments.batch_size
