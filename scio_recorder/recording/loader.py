@@ -83,12 +83,7 @@ class Arguments:
 
 def place_of(rank: int | None, world_size: int | None) -> ProcessRank:
     """Return the given rank and world size, or those of this process."""
-    if (rank is None) != (world_size is None):
-        raise ArgumentError(
-            f"rank={rank}, world_size={world_size}: give both, or neither for those of "
-            "torch.distributed"
-        )
-    if rank is None:
+    if rank is None and world_size is None:
         return this_process()
     return ProcessRank.checked(rank, world_size, ArgumentError)
 
