@@ -283,7 +283,8 @@ def _places(
         return None
     firsts = {at: tensors(output)[0] for at, output in outputs.items()}
     lengths = {at: one.shape[1] if _has_positions(one) else 0 for at, one in firsts.items()}
-    chosen = _listed(range(max(1, *lengths.values())) if positions == "all" else positions)
+    is_all = isinstance(positions, str) and positions == "all"
+    chosen = _listed(range(max(1, *lengths.values())) if is_all else positions)
     for at, length in lengths.items():
         for position in chosen:
             if not -length <= position < length:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from scio_recorder import ComparisonError, FlowError, Recorder, UnsupportedNetError
@@ -472,6 +473,27 @@ def test_estimates_come_close_to_small_patches() -> None:
     assert not differences(trace(net), state)
     change, guess = exact.values - exact.corrupted, estimated.values - estimated.corrupted
     assert (change - guess).norm() < 0.02 * change.norm()
+
+
+@pytest.mark.parametrize("positions", [None, np.array([0, 2])])
+def test_estimates_inside_a_region_of_checkpointing(positions: Any) -> None:
+    def build(is_checkpointed: bool) -> nn.Module:
+        torch.manual_seed(1)
+        inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+        def forward(net: Any, x: Tensor) -> Any:
+            if not is_checkpointed:
+                return net.inner(x)
+            return checkpoint(net.inner, x, use_reentrant=False)
+
+        return Net(forward, inner=inner)
+
+    found = []
+    for is_checkpointed in (False, True):
+        rnet = recorder(build(is_checkpointed), "inner.*", input_size=(2, 3))
+        found.append(rnet.sweep(X, Y, lambda out: out[0, 1] ** 2, positions, estimate=True).values)
+    assert torch.equal(*found)
+    assert len({*found[0].flatten().tolist()}) > 2
 
 
 def test_the_recorder_stays_as_it_is() -> None:
