@@ -93,4 +93,4 @@ def in_words(made: Mapping[str, Any], other: Mapping[str, Any] | None = None) ->
         for name, value in made.items()
         if other is None or (value != other.get(name) and name != "time")
     }
-    return ", ".join(f"{name} {text}" for name, text in texts.items())
+    return ", ".join(f"{name} {text}" for name, text in texts.items() if text)
