@@ -86,21 +86,10 @@ _SHOWN = 5
 
 
 class Found(NamedTuple):
-    """An object that was reached, its name in what holds it, and the way to that."""
+    """An object that was reached, and the way to it, as a user would write it."""
 
     value: Any
-    name: object
-    holder: Found | None
-
-    @property
-    def path(self) -> str:
-        """The way to it, as a user would write it."""
-        names: list[str] = []
-        at: Found | None = self
-        while at is not None:
-            names.append(str(at.name))
-            at = at.holder
-        return ".".join(name for name in reversed(names) if name not in _UNNAMED)
+    path: str
 
 
 def reached(roots: Iterable[Any]) -> dict[int, Found]:
@@ -124,7 +113,7 @@ def reached(roots: Iterable[Any]) -> dict[int, Found]:
     'net.seen.counts'
     """
     found: dict[int, Found] = {}
-    waiting = [Found(root, "net", None) for root in roots]
+    waiting = [Found(root, "net") for root in roots]
     hooks = private.HOOK_DICTIONARIES
     while waiting:
         one = waiting.pop()
@@ -133,14 +122,16 @@ def reached(roots: Iterable[Any]) -> dict[int, Found]:
         found[id(one.value)] = one
         kind = _kind(_type(one.value))
         if kind.has_attributes and type(one.value.__dict__) is dict:
-            waiting.append(Found(one.value.__dict__, "", one))
+            waiting.append(Found(one.value.__dict__, one.path))
         for parts_of in kind.parts:
             for name, part in parts_of(one.value):
-                if type(name) not in _NAMES and not _is_value(_type(name)):
-                    waiting.append(Found(name, "", one))
+                is_name = type(name) in _NAMES
+                if not is_name and not _is_value(_type(name)):
+                    waiting.append(Found(name, one.path))
                 # Modules have very many empty dictionaries of hooks, which are noted apart.
                 if not _is_value(_type(part)) and (name not in hooks or part):
-                    waiting.append(Found(part, name, one))
+                    is_shown = is_name and name not in _UNNAMED
+                    waiting.append(Found(part, f"{one.path}.{name}" if is_shown else one.path))
     return found
 
 
@@ -218,20 +209,12 @@ _MEMBERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 # What has a state of its own: how it is read, and put back.
 _STATES: tuple[tuple[Any, Any, Any], ...] = (
-    (
-        (bytearray, array),
-        itemgetter(slice(None)),
-        lambda own, was: setitem(own, slice(None), was),
-    ),
+    ((bytearray, array), itemgetter(slice(None)), lambda own, was: setitem(own, slice(None), was)),
     (np.ndarray, np.ndarray.copy, _set_array),
     (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
     (random.Random, random.Random.getstate, random.Random.setstate),
     (RandomState, partial(RandomState.get_state, legacy=False), RandomState.set_state),
-    (
-        np.random.BitGenerator,
-        attrgetter("state"),
-        lambda own, was: setattr(own, "state", was),
-    ),
+    (np.random.BitGenerator, attrgetter("state"), lambda own, was: setattr(own, "state", was)),
 )
 
 
@@ -415,15 +398,14 @@ class NetState:
 
     def _note_tensors(self, values: list[Any], modules: list[Any], only_buffers: bool) -> None:
         tensors = [one for one in values if issubclass(type(one), Tensor)]
+        parameters = [one for one in tensors if isinstance(one, nn.Parameter)]
+        self.leaves = parameters + [one for one in tensors if one.is_leaf and one.requires_grad]
         buffers = {id(one) for module in modules for one in module.buffers(recurse=False)}
         if only_buffers:
             tensors = [one for one in tensors if id(one) in buffers]
-        parameters = [one for one in values if isinstance(one, nn.Parameter)]
-        self.leaves = parameters + [one for one in tensors if one.is_leaf and one.requires_grad]
-        weights = [one for one in tensors if isinstance(one, nn.Parameter)]
-        known = buffers | {*map(id, weights)}
+        known = buffers | {*map(id, parameters)}
         others = [one for one in tensors if id(one) not in known]
-        too_large = {id(one) for some in (weights, others) if are_large(some) for one in some}
+        too_large = {id(one) for some in (parameters, others) if are_large(some) for one in some}
         self._weights: list[_TensorNote] = []
         self._tensors: list[_TensorNote] = []
         for one in tensors:
