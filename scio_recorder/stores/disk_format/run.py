@@ -81,10 +81,10 @@ class Chunk:
         self._file: TensorFile | None = None
         with parsing(self.path):
             if stated is None:
-                self._file, said = self._opened()
-                stated = self._file.checksum, said
-            self.checksum = stated[0]
-            self._read(stated[1])
+                self._file = self._opened()
+                stated = self._file.checksum, self._file.content
+            self.checksum, said = stated
+            self._read(said)
             if self._file is not None:
                 self._check_table(self._file)
 
@@ -100,8 +100,8 @@ class Chunk:
         """Its file, which is opened now, and compared with the manifest, if it was not yet."""
         if self._file is None:
             with parsing(self.path):
-                file, said = self._opened()
-                if (file.checksum, said) != (self.checksum, self.said):
+                file = self._opened()
+                if file.checksum != self.checksum:
                     raise ValueError("it is not the commit that the manifest lists")
                 self._check_table(file)
             self._file = file
@@ -111,18 +111,17 @@ class Chunk:
         """Open its file anew when data is read: each block is verified again then."""
         self._medium, self._file = medium, None
 
-    def _opened(self) -> tuple[TensorFile, dict[str, JSON]]:
+    def _opened(self) -> TensorFile:
         file = TensorFile(self._medium, self.name)
         place = self._description.place(self.rank, self._number, self.samples_before)
         if {key: file.content[key] for key in place} != place:
             raise ValueError("it does not belong here, or samples before it are lost")
-        # Recordings of versions without rows don't mention them.
-        said, file.content = {"rows": None, **file.content}, {}
-        return file, {key: said[key] for key in ("ids", "rows", "batches", "state")}
+        return file
 
     def _read(self, said: Mapping[str, Any]) -> None:
         self.ids = ids_from_json(said["ids"])
-        rows = said["rows"]
+        # Recordings of versions without rows don't mention them.
+        rows = said.get("rows")
         if (rows is None) != (self._description.rows is None):
             raise ValueError("its rows are not counted as the recording's are")
         self.num_rows = len(self.ids) if rows is None else expect(rows, int)
@@ -148,6 +147,8 @@ class Chunk:
             wanted = [*(f"#{number}" for number in range(len(names) - 1)), VALUES]
         if names != wanted or (names and file.table[VALUES].dtype != torch.uint8):
             raise ValueError("a part of what is kept of batches is missing")
+        # Ids take more memory as JSON than in the chunk itself.
+        file.content = {}
 
 
 @dataclass
