@@ -43,8 +43,8 @@ _PUT_BY = "scioput"
 _PAGE = 1000
 # The first pause in seconds, and each is twice the one before: six seconds in all.
 _FIRST_PAUSE, _TRIES = 0.1, 7
-# The time limit of a request in seconds, and what is added for each begun number of bytes.
-_SECONDS, _SECONDS_OF_LARGE, _LARGE = 15, 60, 64 << 20
+# The time limit of a request in seconds, and what is added for each number of bytes.
+_SECONDS, _SECONDS_MORE, _BYTES_MORE = 15, 4, 4 << 20
 # The most requests at once in this process: each holds the bytes that it reads in memory.
 _NUM_REQUESTS = 16
 
@@ -315,7 +315,7 @@ def _library(url: str) -> Any:
 
 def _client_for(url: str, num_bytes: int) -> ObjectStore:
     # Of few different sizes, each of which has a client.
-    seconds = _SECONDS + _SECONDS_OF_LARGE * -(-num_bytes // _LARGE)
+    seconds = _SECONDS + num_bytes // _BYTES_MORE * _SECONDS_MORE
     # The environment may change: by tests, or by users with new credentials.
     environment = (item for item in os.environ.items() if item[0].startswith(_SETTINGS))
     try:

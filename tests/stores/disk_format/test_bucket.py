@@ -58,6 +58,15 @@ def read(medium: Bucket, name: str) -> bytes:
     return bytes(content[:size])
 
 
+@pytest.mark.parametrize(("num_bytes", "seconds"), [(0, 15), (4096, 15), (64 << 20, 79)])
+def test_a_small_request_is_given_up_long_before_a_lease_is(monkeypatch, num_bytes, seconds):
+    given = []
+    monkeypatch.setattr(buckets, "_SECONDS", 15)
+    monkeypatch.setattr(buckets, "_client", lambda url, seconds, *more: given.append(seconds))
+    buckets._client_for("s3://bucket", num_bytes)
+    assert given == [seconds]
+
+
 @pytest.mark.campaign
 def test_of_many_who_put_one_name_one_succeeds(store, place):
     def try_to(number: int) -> bool:
