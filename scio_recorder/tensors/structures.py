@@ -11,13 +11,14 @@ import dataclasses
 import gc
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
     MappingProxyType,
+    MemberDescriptorType,
     MethodType,
     ModuleType,
     SimpleNamespace,
@@ -334,7 +335,7 @@ class _Copy:
         """Give a new object the attributes of the old one, slots included."""
         for name, item in getattr(old, "__dict__", {}).items():
             new.__dict__[name] = self.of(item, is_inside)
-        for name in _slot_names(old):
+        for name in (name for name in slots(type(old)) if hasattr(old, name)):
             # Frozen dataclasses refuse their own setattr.
             object.__setattr__(new, name, self.of(getattr(old, name), is_inside))
         if isinstance(old, defaultdict):
@@ -349,13 +350,23 @@ def _can_be_filled(value: Any) -> bool:
     return any(isinstance(item, list | dict | set | deque) for item in own)
 
 
-def _slot_names(value: Any) -> Iterator[str]:
-    """Name the slots that an object has filled."""
-    for kind in type(value).__mro__:
-        names = kind.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name
+def slots(kind: type) -> list[str]:
+    """Return the names of the slots of a class that is written in Python.
+
+    Examples
+    --------
+    >>> class Place:
+    ...     __slots__ = ("__dict__", "row")
+    >>> slots(Place)
+    ['row']
+    """
+    return [
+        name
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType)
+    ]
 
 
 def _is_plain_kind(kind: type) -> bool:

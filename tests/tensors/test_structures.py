@@ -430,3 +430,19 @@ IN_SIGHT: list[Any] = [
 @pytest.mark.parametrize("value", IN_SIGHT, ids=lambda value: type(value).__name__)
 def test_what_is_rebuilt_or_holds_no_tensor_is_no_such_holder(value: Any) -> None:
     assert holder_out_of_sight(value) is None
+
+
+def test_slots_whose_names_begin_with_two_underscores() -> None:
+    class Hidden:
+        __slots__ = ("__x",)
+
+        def __init__(self, x: Tensor) -> None:
+            self.__x = x
+
+        def x(self) -> Tensor:
+            return self.__x
+
+    old = Hidden(torch.ones(2))
+    new = map_tensors(lambda tensor: tensor * 2, old)
+    assert old.x().tolist() == [1, 1]
+    assert new.x().tolist() == [2, 2]

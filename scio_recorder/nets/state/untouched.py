@@ -53,6 +53,7 @@ from scio_recorder.nets.state.moment import (
 from scio_recorder.tensors import private, private_distributed
 from scio_recorder.tensors.copies import is_dense, is_plain, version_of
 from scio_recorder.tensors.private_distributed import fsdp_modules
+from scio_recorder.tensors.structures import slots
 
 # Objects of these packages are not a network's own, and may belong to other threads.
 _MACHINERY = (
@@ -242,7 +243,7 @@ def _kind(kind: type) -> _Kind:
         return _Kind([], False, [], None, states, is_moving or issubclass(kind, io.IOBase))
     parts = [parts_of for base, parts_of in _PARTS if issubclass(kind, base)]
     members = [name for base, names in _MEMBERS if issubclass(kind, base) for name in names]
-    members += _slots(kind)
+    members += slots(kind)
     bases = (*_MAPPINGS, list, deque, set)
     base = next((base for base in bases if issubclass(kind, base)), None)
     if members:
@@ -256,16 +257,6 @@ def _kind(kind: type) -> _Kind:
     return _Kind(
         parts, has_attributes, members, base, states, is_opaque or issubclass(kind, io.IOBase)
     )
-
-
-def _slots(kind: type) -> list[str]:
-    return [
-        name
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    ]
 
 
 def _may_change(kind: type) -> bool:
