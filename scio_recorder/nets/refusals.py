@@ -21,13 +21,6 @@ from scio_recorder.tensors.arguments import usable_device
 from scio_recorder.tensors.copies import dtype_name
 from scio_recorder.tensors.structures import tensors
 
-_CASTS = {
-    torch.float16: "half",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.int64: "long",
-}
 # One of these is in each message of torch about a dtype.
 _ABOUT_DTYPES = re.compile("type|not implemented for", re.IGNORECASE)
 _ADVICE = {
@@ -206,7 +199,7 @@ def cast_for(net: nn.Module | None, inputs: Inputs, error: BaseException) -> tup
     >>> error = RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float")
     >>> inputs = Inputs((torch.ones(2, 3, dtype=torch.float64),), {})
     >>> cast_for(nn.Linear(3, 2), inputs, error)
-    ('float()', 'the input is float64, and the weights of the network take float32')
+    ('to(torch.float32)', 'the input is float64, and the weights of the network take float32')
     """
     values = (*inputs.args, *inputs.kwargs.values())
     given = next((value.dtype for value in values if isinstance(value, Tensor)), None)
@@ -217,9 +210,9 @@ def cast_for(net: nn.Module | None, inputs: Inputs, error: BaseException) -> tup
         if own is not None:
             takes_indices = isinstance(module, nn.Embedding | nn.EmbeddingBag)
             wanted = torch.int64 if takes_indices else own.dtype
-            if given == wanted or wanted not in _CASTS:
+            if given == wanted or wanted.itemsize == 1:
                 return None
-            return f"{_CASTS[wanted]}()", (
+            return f"to({wanted})", (
                 f"the input is {dtype_name(given)}, and the weights of the network take "
                 f"{dtype_name(wanted)}"
             )

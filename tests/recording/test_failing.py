@@ -174,11 +174,11 @@ def test_the_advice_for_another_dtype_works(
         with pytest.raises(RuntimeError) as raised:
             run(x)
         (note,) = raised.value.__notes__
-        run(eval(note.partition("as ")[2].partition(" does")[0], {"x": x}))
+        run(eval(note.partition("as ")[2].partition(" does")[0], {"x": x, "torch": torch}))
     with pytest.raises(LabellingError) as raised:
         Recorder(net, input_data=x)
     written = str(raised.value).rpartition("input_data=")[2].partition(" does")[0]
-    Recorder(net, input_data=eval(written, {"x": x}))
+    Recorder(net, input_data=eval(written, {"x": x, "torch": torch}))
 
 
 def test_errors_of_other_causes_advise_no_dtype(rnet: Recorder) -> None:
