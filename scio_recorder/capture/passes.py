@@ -210,13 +210,6 @@ class Pass:
         cast = cast_for(self.program.architecture[0, 1].module, inputs, error)
         if cast is not None and self._sink is None:
             error.add_note(f"Probably {cast[1]}: convert it, as x.{cast[0]} does.")
-        batch = inputs.args[0] if len(inputs.args) == 1 and self._sink is None else None
-        if isinstance(batch, list | tuple) and isinstance(error, TypeError):
-            error.add_note(
-                f"The network was given one {type(batch).__name__}. Of such a batch, collect takes "
-                "the first part, but a call hands on what it is given: write rnet(batch[0]), or "
-                "rnet(*batch) for several inputs."
-            )
 
     def abandon(self) -> None:
         """Drop everything: a traceback may keep this object alive."""

@@ -299,7 +299,18 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             # Dynamo can't follow this call, but would compile the modules inside, whose hooks then
             # record nothing.
             run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]  # in torch
-        return run(net, args, kwargs, given=activation_postproc, records_outputs=not dont_record)
+        try:
+            return run(
+                net, args, kwargs, given=activation_postproc, records_outputs=not dont_record
+            )
+        except TypeError as error:
+            if len(args) == 1 and isinstance(args[0], list | tuple):
+                error.add_note(
+                    f"The network was given one {type(args[0]).__name__}. Of such a batch, collect "
+                    "takes the first part, but a call hands on what it is given: write "
+                    "rnet(batch[0]), or rnet(*batch) for several inputs."
+                )
+            raise
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the calls of this recorder, as :meth:`torch.nn.Module.compile` does.

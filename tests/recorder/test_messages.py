@@ -74,6 +74,10 @@ def test_a_batch_in_place_of_its_inputs(rnet: Recorder, batch: Any) -> None:
         rnet(batch)
     assert "write rnet(batch[0])" in caught.value.__notes__[-1]
     assert rnet.collect([batch], progress=False).num_samples == 2
+    rnet.remove()
+    with pytest.raises(TypeError) as caught:
+        rnet(batch)
+    assert "write rnet(batch[0])" in caught.value.__notes__[-1]
 
 
 @pytest.mark.parametrize(
