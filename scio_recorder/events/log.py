@@ -212,7 +212,8 @@ class Tracker:
             return
         if torch.is_grad_enabled():
             TrackedCall(name, type(module), output, start, self._log)
-        elif not torch.is_inference_mode_enabled() and any(at.is_reentrant for at in regions()):
+        elif any(at.is_reentrant and at.kept.next_functions for at in regions()):
+            # The region is on the graph, and what is in it is not.
             self._log.miss(name, REENTRANT)
 
     def _warn_of_compiled(self) -> None:

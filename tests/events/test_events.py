@@ -321,6 +321,15 @@ def test_gradients_in_regions_of_reentrant_checkpointing_are_named(is_inside: bo
     assert order(events) == [*((name, False) for name in names), ("", True)]
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_regions_off_the_graph_have_no_gradients_to_miss() -> None:
+    net = Net(lambda net, x: checkpoint(net.inner, x, use_reentrant=True), inner=block())
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), track(net) as events:
+            net(torch.ones(2, 4))
+        assert len(events) == 5
+
+
 def test_calls_after_the_block_are_not_logged_but_gradients_of_those_inside_are() -> None:
     net = block()
     before = hook_state(net)
