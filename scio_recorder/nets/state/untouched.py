@@ -51,7 +51,7 @@ from scio_recorder.nets.state.moment import (
     sampled,
 )
 from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.copies import is_dense, is_plain, version_of
+from scio_recorder.tensors.copies import Version, is_dense, is_plain, version_of
 from scio_recorder.tensors.private_distributed import fsdp_modules
 from scio_recorder.tensors.structures import slots
 
@@ -302,7 +302,7 @@ class _TensorNote(NamedTuple):
     values: Tensor | None
     requires_grad: bool
     # -1 if it was made in inference mode.
-    version: int
+    version: Version
     put_back_version: Callable[[], None]
 
 
@@ -401,7 +401,7 @@ class NetState:
         self._tensors: list[_TensorNote] = []
         for one in tensors:
             note = _noted(one, with_values=id(one) not in too_large)
-            is_weight = type(one) is nn.Parameter and is_plain(one) and note.version >= 0
+            is_weight = type(one) is nn.Parameter and is_plain(one) and note.version != -1
             (self._weights if is_weight else self._tensors).append(note)
         # Passes write to few weights, and most passes to none.
         self._marks = _marks_of(self._weights)
@@ -458,8 +458,8 @@ class NetState:
     def _put_back_tensors(self, notes: list[_TensorNote]) -> None:
         self._lost = []
         for tensor, data, written, values, requires_grad, version, put_back_version in notes:
-            is_inference = version < 0
-            is_counted = not is_inference and tensor._version != version
+            is_inference = version == -1
+            is_counted = version_of(tensor) != version
             if not is_inference:
                 # `net.to(device)` swaps the memory under a parameter.
                 tensor.data = data
