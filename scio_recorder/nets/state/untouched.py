@@ -390,7 +390,9 @@ class NetState:
     def _note_tensors(self, values: list[Any], modules: list[Any], only_buffers: bool) -> None:
         tensors = [one for one in values if issubclass(type(one), Tensor)]
         parameters = [one for one in tensors if isinstance(one, nn.Parameter)]
-        self.leaves = parameters + [one for one in tensors if one.is_leaf and one.requires_grad]
+        # FSDP1 keeps views beside its parameters, which can't be asked after a backward pass.
+        asked = [] if only_buffers else tensors
+        self.leaves = parameters + [one for one in asked if one.is_leaf and one.requires_grad]
         buffers = {id(one) for module in modules for one in module.buffers(recurse=False)}
         if only_buffers:
             tensors = [one for one in tensors if id(one) in buffers]
