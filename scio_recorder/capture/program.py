@@ -114,7 +114,8 @@ class Program:
     @cached_property
     def names(self) -> dict[int, str]:
         """The names of the network's modules, by ``id``."""
-        return {id(row.module): row.name for row in self.architecture.values()}
+        root = self.architecture[0, 1].module
+        return {} if root is None else {id(one): name for name, one in root.named_modules()}
 
     def _calls(self, module: nn.Module) -> tuple[DepthIdx, ...]:
         if self.counts_calls:

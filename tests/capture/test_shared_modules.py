@@ -156,6 +156,26 @@ def test_what_stays_the_same_is_recorded(kind: str) -> None:
         assert all(torch.equal(rnet.activations[at], x) for at, x in zip(order, seen, strict=True))
 
 
+def test_an_owner_that_did_not_run_at_labelling_is_another_one() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Linear(4, 4)
+            self.optional, self.uses_it = Owner(self.shared), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.optional(x) if self.uses_it else self.shared(x)
+            return out
+
+    net = Outer()
+    rnet = Recorder(net, input_size=(2, 4))
+    rnet.record("shared")
+    rnet(X)
+    net.uses_it = True
+    with pytest.raises(FlowError, match=r"'shared' at labelling, 'optional\.shared' now"):
+        rnet(X)
+
+
 def test_a_name_that_is_not_shown_is_no_other_name() -> None:
     net = Net(lambda net, x: net.b(net.a(x)))
     rnet = Recorder(net, input_size=(2, 4))
