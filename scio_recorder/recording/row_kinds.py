@@ -122,26 +122,21 @@ class Tokens(Rows):
         return "encoder" if is_decoder else "decoder"
 
     def _mask(self, source: Source) -> Tensor | None:
-        if isinstance(self.mask, str) and self.mask in _MASKS_OF_PAIRS and _is_pair(source):
-            # Without a mask, as in generate, the net treats all positions as real.
-            found = source.find_in_all(self.mask)
-            return None if found is None else source.tensor("mask", found)
-        if self.mask is not None:
-            return source.read("mask", self.mask)
-        if _is_pair(source):
+        is_pair = _is_pair(source)
+        if is_pair and self.mask is None:
             raise CollectError(
                 "the net has an encoder and a decoder with different positions, and layer "
                 f'{source.layer} belongs to one of them: write Tokens(mask="attention_mask") and '
                 'record layers of the encoder only, or Tokens(mask="decoder_attention_mask") and '
                 "record layers of the decoder only"
             )
-        found = source.find_in_all("attention_mask")
-        if found is None:
-            return None
-        if self.segments is not None and getattr(found, "ndim", 2) != 2:
-            # It says who attends to whom, as segments do.
-            return None
-        return source.tensor("mask", found)
+        if self.mask is not None and not (is_pair and self.mask in _MASKS_OF_PAIRS):
+            return source.read("mask", self.mask)
+        # Without it, as in generate, the net treats all positions as real.
+        found = source.find_in_all(str(self.mask or "attention_mask"))
+        # Otherwise it may say who attends to whom, as segments do.
+        is_mask = self.segments is None or getattr(found, "ndim", 2) == 2
+        return source.tensor("mask", found) if found is not None and is_mask else None
 
     def _sequence(self, source: Source, mask: Tensor | None) -> tuple[str, tuple[int, int]]:
         """Return the argument with the sequence of tokens, and its [batch, positions]."""
