@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy
@@ -315,7 +315,8 @@ class RecordingLoader(IterableDataset[Any]):
         All data counts, by its checksums; without any, the outer rows do.
         """
         contents: list[Any] = [self._architecture]
-        for key, samples in chain(self._layers.items(), self._rows.items()):
+        columns: dict[DepthIdx | str, Tensor] = {**self._layers, **self._rows}
+        for key, samples in columns.items():
             name = key if isinstance(key, str) else text_of(key)
             content = samples.reader.fingerprint() if isinstance(samples, DiskTensor) else ""
             content = content or digest_of([samples[:32], samples[-32:]])
