@@ -315,9 +315,8 @@ class RecordingLoader(IterableDataset[Any]):
         All data counts, by its checksums; without any, the outer rows do.
         """
         contents: list[Any] = [self._architecture]
-        columns: dict[DepthIdx | str, Tensor] = {**self._layers, **self._rows}
-        for key, samples in columns.items():
-            name = key if isinstance(key, str) else text_of(key)
+        layers = ((text_of(label), samples) for label, samples in self._layers.items())
+        for name, samples in (*layers, *self._rows.items()):
             content = samples.reader.fingerprint() if isinstance(samples, DiskTensor) else ""
             content = content or digest_of([samples[:32], samples[-32:]])
             contents.append([name, list(samples.shape), str(samples.dtype), content])
