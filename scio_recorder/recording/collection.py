@@ -243,9 +243,9 @@ class Collection:
         """Return all samples, or their summaries, by layer."""
         held = self._writer.finish(self._state, is_complete=is_complete)
         errors = {
-            label: intake.relative_error
-            for label, intake in self._intakes.storing.items()
-            if intake.relative_error is not None
+            label: storing.relative_error
+            for label, storing in self._intakes.storing.items()
+            if storing.rounds
         }
         return Recording(
             self.layers.architecture,

@@ -183,10 +183,8 @@ class StoringIntake(LayerIntake):
         self._measured = 0.0, 0.0
 
     @property
-    def relative_error(self) -> float | None:
-        """Norm of the rounding errors over the norm of all values; None if nothing is rounded."""
-        if not self.rounds:
-            return None
+    def relative_error(self) -> float:
+        """Norm of the rounding errors over the norm of all values."""
         return (self.lost / self.total) ** 0.5 if self.total else 0.0
 
     def _check(self, kept: Tensor) -> None:
