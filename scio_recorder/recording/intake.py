@@ -301,7 +301,6 @@ class Intakes:
     def __init__(self, layers: LayerOptions, writer: StoreWriter, *, waits: bool) -> None:
         self._layers, self._writer = layers, writer
         # What is kept about each row, if a row is not a sample; the first batch has all names.
-        self._columns: dict[str, Column] = {}
         self._column_names: list[str] = []
         self.storing: dict[DepthIdx, StoringIntake] = {}
         self._reducing: dict[DepthIdx, ReducingIntake] = {}
@@ -396,10 +395,8 @@ class Intakes:
                 )
             if name == "sample":
                 values = values + (len(self._writer.sample_ids) - current.skip)
-            if name not in self._columns:
-                spec = TensorSpec((), values.dtype)
-                self._columns[name] = self._writer.column(name, spec, values)
-            column = self._columns[name]
+            spec = TensorSpec((), values.dtype)
+            column = self._writer.columns.get(name) or self._writer.column(name, spec, values)
             if values.dtype != column.spec.dtype:
                 raise CollectError(
                     f"the field {name!r} is {values.dtype} after {column.spec.dtype}: convert it "
