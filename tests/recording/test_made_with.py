@@ -139,6 +139,8 @@ def test_resuming_with_another_version_warns_and_names_both(
     assert f'begun with {name} "9.8", and goes on with {name} "{now}"' in text
     # It says what it was begun with, also in the process that has ended it.
     assert whole.made_with == open_recording(tmp_path).made_with == begun
+    whole.save(tmp_path / "saved")
+    assert open_recording(tmp_path / "saved").made_with == begun
     assert whole.num_samples == 4
 
 

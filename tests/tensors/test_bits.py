@@ -1,0 +1,30 @@
+"""Whether two tensors have the same bits, wherever in memory they lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scio_recorder.tensors.copies import same_bits
+
+DTYPES = (torch.float32, torch.float16, torch.uint8, torch.bool, torch.float64, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_each_byte_counts(dtype: torch.dtype, offset: int) -> None:
+    for number in (0, 1, 7, 8, 9, 17):
+        one = torch.randint(0, 2, (number + offset,)).to(dtype)[offset:]
+        assert same_bits(one, one.clone())
+        for place in range(one.nbytes):
+            other = one.clone()
+            other.view(torch.uint8)[place] ^= 1
+            assert not same_bits(one, other)
+            assert not same_bits(other, one)
+
+
+def test_bits_are_compared_in_the_order_of_the_elements() -> None:
+    one = torch.randn(6, 5)
+    assert same_bits(one.T, one.T.contiguous())
+    assert not same_bits(one.T, one.T.flip(0))
+    assert not same_bits(torch.zeros(()), -torch.zeros(()))
