@@ -4,6 +4,15 @@
   const body = table === null ? null : table.tBodies[0];
   const headers = table === null ? [] : [...table.tHead.rows[0].cells];
 
+  // Whether columns are out of sight, which a hint says.
+  const region = document.querySelector(".table");
+  const fit = () => {
+    region?.classList.remove("fits", "wide");
+    region?.classList.add(region.scrollWidth > region.clientWidth ? "wide" : "fits");
+  };
+  addEventListener("resize", fit);
+  fit();
+
   // A cell sorts by its text, unless it carries a number.
   const keyOf = (cell) => (cell.dataset.value === undefined ? cell.textContent.trim() : cell.dataset.value);
   const compare = (numeric, sign) => ([a, , i], [b, , j]) => {

@@ -226,7 +226,7 @@ def test_all_is_drawn_and_nothing_is_cut_without_a_hint(
         try:
             # No part of the page is scrolled by itself, but for a table that is too wide.
             assert browser.ask(LOWER) == []
-            assert set(browser.ask(CUT)) <= ({"DIV.table"} if width == 390 else set())
+            assert set(browser.ask(CUT)) <= ({"DIV.table wide"} if width == 390 else set())
             assert browser.find(".scrolls").is_displayed() == (width == 390)
             rows = len(recording.architecture)
             for part in ("tbody tr", ".sn-row"):
@@ -236,6 +236,21 @@ def test_all_is_drawn_and_nothing_is_cut_without_a_hint(
             assert len(named) == len(set(named)) == rows
         finally:
             browser.command("Emulation.setEmulatedMedia", media="")
+
+
+@pytest.mark.parametrize("width", [390, 700, 1030, 1150, 1280])
+def test_a_hint_says_whether_columns_are_out_of_sight(
+    browser: Any, report: Path, tmp_path: Path, width: int
+) -> None:
+    for path in (report, awkward_recording().report(tmp_path / "page.html")):
+        browser.open(path, width=width)
+        region = "document.querySelector('.table')"
+        is_wide = browser.ask(f"return {region}.scrollWidth > {region}.clientWidth")
+        assert browser.find(".scrolls").is_displayed() == is_wide
+        assert browser.ask("return document.documentElement.scrollWidth") <= width
+        browser.ask("scrollTo(0, document.querySelector('tbody tr:last-child').offsetTop)")
+        header = "document.querySelector('thead th').getBoundingClientRect().top"
+        assert is_wide or browser.ask(f"return {header}") >= 0
 
 
 def test_a_phone_shows_first_what_is_wrong(browser: Any, report: Path) -> None:
