@@ -152,26 +152,16 @@ def read_description(medium: Medium) -> Description:
     except RecordingError as error:
         if error.errno != errno.ENOENT:
             raise
+        names = sorted(glob.glob(f"*/{DESCRIPTION_NAME}", root_dir=medium.path))
+        found = [os.path.join(medium.path, os.path.dirname(name)) for name in names]
+        inside = few(found, _SHOWN, "open_recording({!r})".format)
+        advice = f", but folders in it hold recordings: {inside}" if found else ""
         raise RecordingError(
             f"{medium.path} holds no recording: it has no {DESCRIPTION_NAME}"
-            f"{recordings_inside(medium.path) or '; give the place to which one was written'}"
+            f"{advice or '; give the place to which one was written'}"
         ) from None
     with parsing(file.path):
         return Description.from_json(file.content)
-
-
-def recordings_inside(path: str) -> str:
-    """Return the recordings in the folders of a folder, as the end of a message; empty if none.
-
-    Parameters
-    ----------
-    path : str
-        The folder.
-    """
-    names = sorted(glob.glob(f"*/{DESCRIPTION_NAME}", root_dir=path))
-    found = [os.path.join(path, os.path.dirname(name)) for name in names]
-    shown = few(found, _SHOWN, "open_recording({!r})".format)
-    return f", but folders in it hold recordings: {shown}" if found else ""
 
 
 def place_of(path: str | os.PathLike[str]) -> str:
