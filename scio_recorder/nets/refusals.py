@@ -167,7 +167,8 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     if any(isinstance(part, np.ndarray) for part in parts):
         shown = ", ".join(map(_shown, parts))
         advice = "Probably it takes tensors, not NumPy arrays: convert them by torch.from_numpy(x)"
-    if given == "input_size" and (len(parts) == 1 or (len(parts) == 3 and parts[0] in (1, 3))):
+    is_shape = given == "input_size" and all(isinstance(part, int) for part in parts)
+    if is_shape and (len(parts) == 1 or (len(parts) == 3 and parts[0] in (1, 3))):
         advice += f". For one sample of shape {parts}, write input_size={(1, *parts)}"
     return (
         f"the dry run of {type(net).__name__} on {given}={shown} failed with "

@@ -461,6 +461,12 @@ def test_inputs_of_every_kind(data, function):
     assert architecture["a"].output_shape == (2, 4)
 
 
+def test_no_inputs_are_none():
+    net = Net(lambda net: net.a(torch.ones(1, 4)), a=linear())
+    assert label_net(net, input_data={})[1]["a"].executed
+    assert label_net(net, input_data=())[1]["a"].executed
+
+
 def test_further_keywords_go_to_the_net():
     net = Net(lambda net, x, scale, names=(): net.a(x) * scale, a=linear())
     architecture = label_net(net, input_size=(2, 4), scale=3.0, names={"a": object()})[1]

@@ -62,9 +62,10 @@ def test_inputs_for_labelling(given: dict[str, Any], says: str) -> None:
     assert "1., 1.," not in str(caught.value)
 
 
-def test_one_sample_is_not_guessed_at_other_sizes() -> None:
+@pytest.mark.parametrize("size", [(2, 5, 8, 8), [(2, 5)], ((1, 5), (1, 5), (1, 5))])
+def test_one_sample_is_not_guessed_at_other_sizes(size: Any) -> None:
     with pytest.raises(LabellingError) as caught:
-        Recorder(Net(), input_size=(2, 5, 8, 8))
+        Recorder(Net(), input_size=size)
     assert "one sample" not in str(caught.value)
 
 

@@ -128,7 +128,6 @@ def _keywords(given: Mapping[str, Any]) -> dict[str, Any]:
 def _inputs(net: nn.Module, keywords: Mapping[str, Any], further: Mapping[str, Any]) -> Inputs:
     """Return what the network is run on."""
     size, data, device = (keywords[name] for name in ("input_size", "input_data", "device"))
-    kwargs = dict(data) if isinstance(data, Mapping) else {}
     if size is not None:
         if is_sharded(net):
             # With different inputs, processes could take different paths, and wait for each other
@@ -140,8 +139,9 @@ def _inputs(net: nn.Module, keywords: Mapping[str, Any], further: Mapping[str, A
         # One for each input: there are at most as many inputs as entries of their sizes.
         dtypes = keywords["dtypes"] or [next(numbers, torch.float)] * len(size)
         data = random_inputs(size, keywords["batch_dim"], dtypes, home)
-    args = () if kwargs else tuple(data) if isinstance(data, list | tuple) else (data,)
-    inputs = Inputs(args, {**kwargs, **further})
+    is_mapping = isinstance(data, Mapping)
+    args = () if is_mapping else tuple(data) if isinstance(data, list | tuple) else (data,)
+    inputs = Inputs(args, {**(data if is_mapping else {}), **further})
     return inputs if device is None else map_tensors(lambda tensor: tensor.to(device), inputs)
 
 
