@@ -90,7 +90,7 @@ def collect(command: ArgumentParser) -> None:
     what = "fill the folder together with others that run this command; --data is then a function "
     add("--parts", type=int, metavar="N", help=f"{what}of the part, from 0 to N - 1")
     what = "labels such as 1-3, qualified names, or globs over names such as 'layer4.*'"
-    add("--layers", nargs="+", required=True, metavar="LAYER", help=what)
+    add("--layers", nargs="+", action="extend", required=True, metavar="LAYER", help=what)
     what = "the folder to write, or a place in a bucket such as s3://bucket/run"
     add("--out", "--store", dest="out", required=True, metavar="PATH", help=what)
     add("--every", type=int, metavar="N", default=1, help="take every n-th batch (1)")
@@ -137,7 +137,7 @@ def compare(command: ArgumentParser) -> None:
     what = "the batches, if nets run: an iterable, or a function that makes one"
     add("--data", metavar="MODULE:NAME", help=what)
     what = "the layers to compare, if REFERENCE is a net, as for collect; by default all"
-    add("--layers", nargs="+", metavar="LAYER", help=what)
+    add("--layers", nargs="+", action="extend", metavar="LAYER", help=what)
     what = "names or globs of the reference and their names in the candidate"
     add("--match", nargs="+", action="extend", default=[], metavar="NAME=NAME", help=what)
     add("--rtol", type=float, default=0.0, help="relative tolerance (0: bit for bit)")
@@ -176,6 +176,6 @@ def size(text: str) -> tuple[int, ...]:
         shape = tuple(int(part) for part in text.strip("()[]").split(","))
     except ValueError:
         shape = ()
-    if not shape or min(shape) < 0:
+    if not shape or min(shape) < 1:
         raise ArgumentTypeError(f"{text!r} is not a shape; write it like 1,3,32,32")
     return shape

@@ -218,6 +218,7 @@ def test_input_that_the_net_can_not_take(
         (["summary", "cli_nets:net", "--input-size", "1,x"], "1,3,32,32"),
         (["summary", "cli_nets:net", "--input-size", "-1,3"], "--input-size"),
         (["summary", "cli_nets:net", "--input-size=2,-3"], "not a shape"),
+        (["summary", "cli_nets:net", "--input-size=0,3"], "not a shape"),
         (["summary", "a:b", "--input-size", "2", "--input-data", "c:d"], "not allowed with"),
         (["demo", "--epochs", "many"], "--epochs"),
     ],

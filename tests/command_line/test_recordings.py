@@ -229,6 +229,11 @@ def test_options_that_can_not_be(arguments, words, capsys):
     assert not Path("run").exists()
 
 
+def test_layers_that_are_named_one_by_one_add_up():
+    assert main([*COMMAND, "--layers", "0", "--layers", "1-3", "--out", "run"]) == 0
+    assert list(open_recording("run")) == [(1, 1), (1, 3)]
+
+
 def test_thinned_and_rounded(capsys):
     options = ["--every", "2", "--max-batches", "1", "--keep-dtype", "half"]
     assert main([*COMMAND, "--layers", "0", "--out", "run", *options]) == 0
