@@ -107,9 +107,8 @@ class Feed:
         """Refuse what gives no batches, and what would give other ones than were meant."""
         batches, to_inputs = self.batches, self.asked.to_inputs
         if isinstance(batches, Tensor | np.ndarray):
-            kind, x = "tensor", "x"
-            if isinstance(batches, np.ndarray):
-                kind, x = "array", "torch.from_numpy(x)"
+            is_array = isinstance(batches, np.ndarray)
+            kind, x = ("array", "torch.from_numpy(x)") if is_array else ("tensor", "x")
             raise CollectError(
                 f"batches is a single {kind}, so its rows would count as batches: write "
                 f"batches=[{x}] for one batch, or batches={x}.split(32) for several"
@@ -121,7 +120,9 @@ class Feed:
                 "batches is a mapping, so its keys would count as batches: write batches=[x] if "
                 "it is one batch, or batches=x.values() if its values are batches"
             )
-        if to_inputs is None and _is_of_samples(batches):
+        # The first dimension of a single sample would count as the number of samples.
+        has_samples = isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)
+        if to_inputs is None and has_samples:
             raise CollectError(
                 f"batches is a {type(batches).__name__}, whose items are samples and not batches: "
                 "write DataLoader(dataset, batch_size=32), or batch_size=None if its items are "
@@ -370,8 +371,3 @@ def counting_tensor(inputs: Inputs) -> Tensor:
         or "the net's input has no tensor that shows the number of samples: write "
         "sample_ids=lambda batch: ... with one id for each sample"
     )
-
-
-def _is_of_samples(batches: Any) -> bool:
-    # The first dimension of a single sample would count as the number of samples.
-    return isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)
