@@ -24,7 +24,7 @@ from scio_recorder.errors import PostprocessorError, RecorderError, UnsupportedN
 from scio_recorder.layer import DepthIdx, Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, Records
-from scio_recorder.nets.sharded import Shards
+from scio_recorder.nets.sharded import Shards, is_sharded
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import (
     Assigned,
@@ -207,7 +207,8 @@ class Capture:
             records_outputs = False
         else:
             self._forget_latest()
-        stop = stop and self._shards.can_stop
+        # FSDP waits for the end of a pass that it has begun.
+        stop = stop and not is_sharded(self.net)
         posts = _NO_POSTS if given is None else self._assigned(given)
         key = self._settings.key(args, kwargs, posts, stop)
         setting = self._known.get(key) or self._new_setting(key)

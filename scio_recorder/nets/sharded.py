@@ -357,11 +357,6 @@ class Shards:
         self._warned: WeakValueDictionary[int, object] = WeakValueDictionary()
 
     @property
-    def can_stop(self) -> bool:
-        """Whether a pass may be stopped: FSDP waits for the end of a pass that it has begun."""
-        return self._net is None or not is_sharded(self._net)
-
-    @property
     def are_to_be_found(self) -> bool:
         """Whether the next pass should be followed: its network may be spread over processes."""
         if self._is_known or not dtensor_type() or self._checked_at == RemovableHandle.next_id:

@@ -10,7 +10,7 @@ from scio_recorder.recording.recording import open_recording
 from scio_recorder.stores import Store, StoreWriter, as_store
 from scio_recorder.stores.disk_format.description import complete_ranks, medium_at, read_description
 from scio_recorder.stores.disk_format.ids import Ids
-from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.run import refuse_repeated_ids, scan
 
 
 class Durable:
@@ -93,16 +93,8 @@ def check_ids_of_all(path: str) -> None:
         The recording that several processes fill, of which this one has ended.
     """
     with closing(medium_at(path)) as medium:
-        if len(complete_ranks(medium)) < read_description(medium).world_size:
-            return
-    with RunReader(path) as whole:
-        twice = whole.sample_ids.repeated()
-    if twice is not None:
-        raise CollectError(
-            f"{path} has two samples with the id {twice!r}, of different processes: give each "
-            "process samples of its own, without the repeats by which a sampler fills up, and "
-            "every sample an id of its own, and collect into another place"
-        )
+        if len(complete_ranks(medium)) == read_description(medium).world_size:
+            refuse_repeated_ids(path, scan(medium))
 
 
 @contextmanager

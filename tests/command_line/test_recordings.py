@@ -274,7 +274,7 @@ def test_ids_that_are_there_twice_are_told(tmp_path, capsys):
         rnet.collect([torch.ones(2, 2)], store=store, sample_ids=lambda batch: [4, rank])
 
     collect(0)
-    with pytest.raises(CollectError, match="two samples with the id 4"):
+    with pytest.raises(CollectError, match="two samples have the id 4"):
         collect(1)
     # What is there can be read, and nobody but who asks compares the ids of all.
     assert list(open_recording(tmp_path / "run").sample_ids) == [4, 0, 4, 1]

@@ -137,7 +137,7 @@ def test_what_does_not_fit(tmp_path):
 def test_ids_that_two_processes_have(tmp_path):
     fill(tmp_path, 0)
     fill(tmp_path, 1)
-    with pytest.raises(CollectError, match="two samples with the id '1-0', of different processes"):
+    with pytest.raises(CollectError, match="two samples have the id '1-0', in part 1 and part 2"):
         fill(tmp_path, 2, data=data_of(1))
     # What is durable can be looked at, and is no less wrong the next time.
     assert open_recording(tmp_path).num_samples == sum(SIZES[0]) + 2 * sum(SIZES[1])

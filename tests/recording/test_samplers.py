@@ -109,7 +109,7 @@ def test_repeats_that_nobody_drops_are_refused_by_their_ids(tmp_path):
         if rank == 0:
             recorder().collect(loader, store=store, **ids)
         else:
-            with pytest.raises(CollectError, match=r"two samples with the id \d.*repeats"):
+            with pytest.raises(CollectError, match=r"two samples have the id \d.*repeats"):
                 recorder().collect(loader, store=store, **ids)
 
 

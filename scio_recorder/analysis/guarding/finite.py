@@ -17,7 +17,6 @@ from scio_recorder.tensors.structures import tensors
 
 KINDS = ("nan", "inf")
 _PLAIN = (Tensor, torch.nn.Parameter)
-_WITHOUT_TENSORS = (str, int, float)
 
 
 class NonFinite(NamedTuple):
@@ -120,12 +119,5 @@ class Known:
         values : iterable
             Tensors, structures that hold some, or anything else.
         """
-        found: list[NonFinite] = []
-        for value in values:
-            # Taking structures apart takes longer than examining most tensors.
-            if not (value is None or isinstance(value, _WITHOUT_TENSORS)):
-                for tensor in (value,) if isinstance(value, Tensor) else tensors(value):
-                    one = self.examine(tensor)
-                    if one is not None:
-                        found.append(one)
-        return found
+        found = (self.examine(tensor) for value in values for tensor in tensors(value))
+        return [one for one in found if one is not None]

@@ -284,6 +284,6 @@ def refuse_repeated_ids(path: str, run: Run) -> None:
         raise CollectError(
             f"{path}: two samples have the id {repeated!r}, in part {chunks[0].rank} and part "
             f"{chunks[-1].rank}: each needs an id of its own. The data on disk stays and can be "
-            "read; collect again into another folder, with other sample_ids or with parts that "
-            "have no sample twice"
+            "read; collect again into another folder, with other sample_ids, or with parts that "
+            "have no sample twice, as by a sampler that repeats none (drop_last=True)"
         )
