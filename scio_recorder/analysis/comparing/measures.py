@@ -149,23 +149,20 @@ def measure_values(reference: Any, candidate: Any, tolerance: Tolerance) -> Figu
     """
     if reference == candidate or (reference != reference and candidate != candidate):
         return Figures(1)
-    if isinstance(reference, torch.dtype) and isinstance(candidate, torch.dtype):
+    are_dtypes = isinstance(reference, torch.dtype) and isinstance(candidate, torch.dtype)
+    if are_dtypes and not tolerance.is_exact:
         # Who tolerates differences of numbers compares two precisions.
-        return Figures(1) if not tolerance.is_exact else _infinitely_apart()
+        return Figures(1)
     try:
-        own, other = (_as_tensor(value) for value in (reference, candidate))
+        own, other = map(_as_tensor, (reference, candidate))
     except (LookupError, ValueError, RuntimeError):
-        return _infinitely_apart()
+        return Figures(1, 1, math.inf, math.inf, math.inf, first=0)
     return measure(own, other, tolerance)
 
 
 def _as_tensor(value: Any) -> Tensor:
     dtypes = {bool: torch.int64, int: torch.int64, float: torch.float64, complex: torch.complex128}
     return torch.tensor([value], dtype=dtypes[type(value)], device="cpu")
-
-
-def _infinitely_apart() -> Figures:
-    return Figures(1, 1, math.inf, math.inf, math.inf, first=0)
 
 
 def dense(tensor: Tensor) -> Tensor:
