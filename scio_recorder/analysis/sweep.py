@@ -283,8 +283,9 @@ def _places(
         return None
     firsts = {at: tensors(output)[0] for at, output in outputs.items()}
     lengths = {at: one.shape[1] if _has_positions(one) else 0 for at, one in firsts.items()}
-    is_all = isinstance(positions, str) and positions == "all"
-    chosen = _listed(range(max(1, *lengths.values())) if is_all else positions)
+    if isinstance(positions, str) and positions == "all":
+        positions = range(max(1, *lengths.values()))
+    chosen = _listed(positions)
     for at, length in lengths.items():
         for position in chosen:
             if not -length <= position < length:
