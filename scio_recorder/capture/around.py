@@ -29,7 +29,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -206,15 +206,8 @@ class Around:
             private.set_compiled_call(module, self)
 
     def take_from(self, module: nn.Module) -> None:
-        """Leave the place of a module's call, also if others stand around this by now."""
-
-        def without(call: Any) -> Any:
-            if call is not self and isinstance(call, Around):
-                call.inner = without(call.inner)
-            return self.inner if call is self else call
-
-        with _CHANGING_CALLS:
-            private.set_compiled_call(module, without(private.compiled_call(module)))
+        """Leave the place of a module's call, or of those around which others stand."""
+        take_out(module, lambda call: call is self)
 
 
 class AroundPlain(Around):
@@ -255,3 +248,26 @@ class AroundPlain(Around):
     def run_traced(self, args: Any, kwargs: Any) -> Any:
         """Stand for a call of the module that dynamo follows."""
         return self.run(args, kwargs)
+
+
+def wrappers(module: nn.Module) -> Iterator[Around]:
+    """Yield the wrappers around a module's call, the outermost first."""
+    call = private.compiled_call(module)
+    while isinstance(call, Around):
+        yield call
+        call = call.inner
+
+
+def take_out(module: nn.Module, is_gone: Callable[[Around], bool]) -> None:
+    """Take some wrappers out of those around a module's call, whichever came first."""
+
+    def remaining(call: Any) -> Any:
+        if not isinstance(call, Around):
+            return call
+        call.inner = remaining(call.inner)
+        return call.inner if is_gone(call) else call
+
+    with _CHANGING_CALLS:
+        call = private.compiled_call(module)
+        if isinstance(call, Around):
+            private.set_compiled_call(module, remaining(call))

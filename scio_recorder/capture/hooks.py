@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +16,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.capture.around import (
+    Around,
     Uncopied,
     change_hooks,
     entries,
     keep_out_of_copies,
     let_copy,
+    take_out,
+    wrappers,
 )
 from scio_recorder.capture.keeping import NOTHING
 from scio_recorder.tensors import private
@@ -177,6 +181,35 @@ class ModuleHook(Uncopied):
         return compiled.receive(self.index, output)
 
 
+class AroundCompiled(Around):
+    """Stands for a module's compiled call, so that our hook acts outside of it.
+
+    ``module.compile()`` compiles the module's hooks too, and a value that is traced once is no
+    record.
+    """
+
+    def __init__(self, hook: ModuleHook, with_inputs: set[int], module: nn.Module) -> None:
+        self.hook = hook
+        # The indices of the modules whose inputs are looked at: more may come.
+        self._with_inputs = with_inputs
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled function, with our hook before and after it."""
+        if torch.compiler.is_dynamo_compiling():
+            # The network around it is compiled: not all versions of torch call this, but all call a
+            # hook.
+            return self.inner(*args, **kwargs)
+        module: Any = self._module()
+        if self.hook.index in self._with_inputs:
+            received = self.hook.before(module, args, kwargs)
+            if received is not None:
+                args, kwargs = received
+        output = self.inner(*args, **kwargs)
+        changed = self.hook.after(module, args, output)
+        return output if changed is None else changed
+
+
 class Hooks:
     """The hooks of one program, attached or not."""
 
@@ -198,13 +231,25 @@ class Hooks:
         for index, module in enumerate(self._modules):
             hook = ModuleHook(index, self._site)
             after, before = private.forward_hooks(module)
-            if not self._own(after):
-                module.register_forward_hook(hook.after)
-            if index in self._with_inputs and not self._own(before):
-                module.register_forward_pre_hook(hook.before, with_kwargs=True)
+            if self._is_newly_compiled(module):
+                self._remove_from(module)
+                AroundCompiled(hook, self._with_inputs, module).put_around(module)
+                module.register_forward_hook(hook.after_traced)
+            elif not private.calls_compiled(module):
+                if not self._own(after):
+                    module.register_forward_hook(hook.after)
+                if index in self._with_inputs and not self._own(before):
+                    module.register_forward_pre_hook(hook.before, with_kwargs=True)
             keep_out_of_copies(module)
         self._move_behind_others()
         self.is_attached = True
+
+    def _is_newly_compiled(self, module: nn.Module) -> bool:
+        """Whether a module is compiled, and our hook is not outside of the compiled call."""
+        return private.calls_compiled(module) and not any(
+            isinstance(call, AroundCompiled) and call.hook.site is self._site
+            for call in wrappers(module)
+        )
 
     def detach(self, *, waits: bool = True) -> None:
         """Remove the hooks; a finalizer must not wait."""
@@ -216,6 +261,8 @@ class Hooks:
             self._remove_from(module)
 
     def _remove_from(self, module: nn.Module) -> None:
+        site = self._site
+        take_out(module, lambda call: isinstance(call, AroundCompiled) and call.hook.site is site)
         for hooks in private.forward_hooks(module):
             for number in self._own(hooks):
                 private.remove_hook(module, number)
@@ -241,8 +288,13 @@ class Hooks:
             change_hooks(self._move_behind_others)
 
     def make_ready(self, indices: set[int]) -> None:
-        """Attach the hooks as `make_last` does, with those on some modules' inputs."""
-        if not indices <= self._with_inputs:
+        """Attach the hooks as `make_last` does, with those on some modules' inputs.
+
+        A module that has been compiled since then needs its hook outside of the compiled call.
+        """
+        has_compiler = private.DYNAMO in sys.modules
+        is_newly_compiled = has_compiler and any(map(self._is_newly_compiled, self._modules))
+        if is_newly_compiled or not indices <= self._with_inputs:
             self._with_inputs |= indices
             self.attach()
         else:

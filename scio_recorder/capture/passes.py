@@ -323,10 +323,10 @@ class Pass:
             raise FlowError(
                 "modules with recorded layers ran more or less often than at labelling, so labels "
                 f"no longer name the same calls:{''.join(wrong)}\nA layer that did not run at all "
-                "was skipped by the network, replaced by a fused kernel, compiled by its own "
-                "compile(), or lost its hook to other code. Label the net as it is used (mode=, "
-                "input_data=), record other layers, or take any number of calls: "
-                'record(..., calls="any")' + self._explain_threads()
+                "was skipped by the network, replaced by a fused kernel, compiled, or lost its "
+                "hook to other code. Label the net as it is used (mode=, input_data=), record "
+                'other layers, or take any number of calls: record(..., calls="any")'
+                + self._explain_threads()
             )
 
     def _explain_threads(self) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
-from scio_recorder.errors import FlowError, PostprocessorError, RecorderError
+from scio_recorder.errors import PostprocessorError, RecorderError
 from scio_recorder.postprocessors import OnInput
 from tests.rotation import one_in
 from tests.zoo.base import linear
@@ -270,37 +272,62 @@ def test_layers_in_a_compiled_block_are_missed_and_the_block_itself_is_recorded(
         rnet(x)
 
 
+def compile_last(net: nn.Sequential) -> Any:
+    net[-1].compile(backend="eager")
+    return vars(net[-1])["_compiled_call_impl"]
+
+
 @DYNAMO_READS_GRAD
 @pytest.mark.parametrize(
     "compiled_when", one_in(3, ["before labelling", "before record", "after a pass"], first=2)
 )
-def test_what_compile_was_called_on_is_an_error(compiled_when: str) -> None:
-    net, x = small_net(), torch.randn(3, 4)
-
-    def compile_last(when: str) -> None:
-        if when == compiled_when:
-            net[-1].compile(backend="eager", fullgraph=True)
-
-    compile_last("before labelling")
+def test_what_compile_was_called_on_is_recorded_itself(compiled_when: str) -> None:
+    net = small_net()
+    if compiled_when == "before labelling":
+        own = compile_last(net)
     rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    compile_last("before record")
-    rnet.record("0", "2", inputs=True)
+    if compiled_when == "before record":
+        own = compile_last(net)
+    rnet.record("0", "2", inputs=True, gradients=True)
     if compiled_when == "after a pass":
-        rnet(x)
-        compile_last(compiled_when)
+        rnet(torch.randn(3, 4))
+        own = compile_last(net)
     for _ in range(2):
-        with pytest.raises(FlowError, match=r"(?s)1-3 2.*1 at labelling, 0 now.*compile\(\)"):
-            rnet(x)
-    rnet.record("0")
-    rnet(x)
-    assert torch.equal(rnet.activations["0"], net[0].forward(x))
+        x = torch.randn(3, 4)
+        output = rnet(x)
+        received = torch.relu(net[0].forward(x))
+        expected = torch.tanh(net[2][0].forward(received))
+        assert torch.equal(rnet.activations["2"], expected)
+        assert torch.equal(rnet.inputs["2"].args[0], received)
+        output.square().sum().backward()
+        assert torch.equal(rnet.gradients["2"], 2 * expected)
+    assert torch.equal(rnet(x, activation_postproc={"2": double}), 2 * expected)
+    rnet.remove()
+    assert vars(net[2])["_compiled_call_impl"] is own
+
+
+@pytest.mark.campaign
+@DYNAMO_READS_GRAD
+def test_recorders_around_one_compiled_block_come_and_go_in_any_order() -> None:
+    net = small_net()
+    own = compile_last(net)
+    first, second = (recorder(net, "2") for _ in range(2))
+    x = torch.randn(3, 4)
+    for rnet in (first, second, first):
+        assert torch.equal(rnet(x), net(x))
+        assert torch.equal(rnet.activations["2"], net(x))
+    first.remove()
+    second(x)
+    assert torch.equal(second.activations["2"], net(x))
+    second.remove()
+    assert vars(net[2])["_compiled_call_impl"] is own
 
 
 @pytest.mark.campaign
 @DYNAMO_READS_GRAD
 def test_compiled_recorder_of_a_net_with_a_compiled_block_records_it() -> None:
     net = small_net()
-    net[-1].compile(backend="eager")
+    compile_last(net)
     rnet = recorder(net, "0", "2")
     compiled = torch.compile(rnet, backend="eager")
     x = torch.randn(3, 4)
@@ -309,3 +336,14 @@ def test_compiled_recorder_of_a_net_with_a_compiled_block_records_it() -> None:
         assert torch.equal(rnet.activations["0"], net[0].forward(x))
         received = torch.relu(net[0].forward(x))
         assert torch.equal(rnet.activations["2"], torch.tanh(net[2][0].forward(received)))
+
+
+@pytest.mark.campaign
+@DYNAMO_READS_GRAD
+def test_copies_of_a_net_with_a_recorded_compiled_block_have_no_hooks() -> None:
+    net = small_net()
+    compile_last(net)
+    rnet = recorder(net, "2")
+    rnet(torch.randn(3, 4))
+    twin = copy.deepcopy(net)
+    assert not any(module._forward_hooks for module in twin.modules())
