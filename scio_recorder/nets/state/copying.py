@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from scio_recorder.tensors.structures import map_tensors
 # Up to this many bytes of parameters are cloned, so that a net that changes them in its forward
 # leaves no trace; beyond it, a copy shares their memory.
 CLONED_BYTES = 1 << 30
-# Streams and warning filters are process-wide: two threads would restore each other's.
+# Warning filters are process-wide: two threads would restore each other's.
 _QUIET = threading.RLock()
 
 
@@ -118,38 +118,21 @@ def are_large(tensors: Iterable[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence this thread's output and warnings, and run compiled modules as if they were not.
+    """Silence warnings, and run compiled modules as if they were not.
 
-    Compiling a copy takes long, and its result would be thrown away.
+    Compiling a copy takes long, and its result would be thrown away. What a network prints is seen:
+    streams belong to the whole process.
 
     Examples
     --------
     >>> with quiet():
-    ...     print("not seen")
+    ...     warnings.warn("not seen")
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_QUIET)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(contextlib.redirect_stdout(_Muted(sys.stdout)))
-        stack.enter_context(contextlib.redirect_stderr(_Muted(sys.stderr)))
         # If nothing was compiled, this would import the compiler.
         if private.DYNAMO in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-class _Muted:
-    """A stream that drops what its own thread writes: other threads go on printing."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._thread = threading.get_ident()
-
-    def write(self, text: str) -> int:
-        if threading.get_ident() == self._thread:
-            return len(text)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
