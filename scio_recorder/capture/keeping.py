@@ -18,12 +18,8 @@ decides what a network does in place.
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import operator
 from collections.abc import Iterable, Mapping
-from functools import cache
-from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
@@ -54,8 +50,10 @@ class Settings:
     """Distinguishes settings, cheaply: this runs in every pass, however few layers are recorded."""
 
     def __init__(self, net: nn.Module) -> None:
-        # Flags are read from the instances' dictionaries: attribute access on a module is slow.
-        self._states = [module.__dict__ for module in net.modules() if _may_read_flag(module)]
+        # Flags are read from the instances' dictionaries: attribute access on a module is slow. A
+        # scripted part keeps its flag elsewhere.
+        states = [module.__dict__ for module in net.modules()]
+        self._states = [own for own in states if "training" in own]
 
     def key(
         self,
@@ -264,36 +262,6 @@ def _to_host(tensor: Tensor) -> Tensor:
         return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _may_read_flag(module: nn.Module) -> bool:
-    """Whether a module may behave differently in training.
-
-    Most never do, and reading all flags is most of the cost of a pass with few recorded layers. If
-    this is mistaken, verification still fails, so no record is wrong.
-    """
-    own = module.__dict__
-    kind: Any = type(module)
-    # A scripted part keeps its flag elsewhere.
-    return "training" in own and (
-        "forward" in own or any(private.forward_hooks(module)) or _mentions_flag(kind)
-    )
-
-
-@cache
-def _mentions_flag(kind: Any) -> bool:
-    own = itertools.takewhile(lambda base: base is not nn.Module, kind.__mro__)
-    members = [member for base in own for member in vars(base).values()]
-    functions = [getattr(member, "__func__", getattr(member, "fget", member)) for member in members]
-    codes = [getattr(inspect.unwrap(f), "__code__", None) for f in functions if callable(f)]
-    is_readable = hasattr(inspect.unwrap(kind.forward), "__code__")
-    return not is_readable or any(_mentions(code) for code in codes if code is not None)
-
-
-def _mentions(code: CodeType) -> bool:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    named = "training" in code.co_names or "training" in code.co_consts
-    return named or any(map(_mentions, inner))
 
 
 def _structure(value: Any, around: tuple[int, ...] = ()) -> object:
