@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -215,11 +215,8 @@ class Capture:
         current = Pass(
             program, setting, posts, records_outputs=records_outputs, stops=stop, sink=sink
         )
-        if "torch.distributed.tensor" not in sys.modules or not self._shards.are_to_be_found:
+        with self._shards.found() if self._shards.are_to_be_found else contextlib.nullcontext():
             output = self._run(net, args, kwargs, current)
-        else:
-            with self._shards.found():
-                output = self._run(net, args, kwargs, current)
         if self._shards.are_recorded:
             self._shards.warn(sink)
         return output
