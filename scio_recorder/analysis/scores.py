@@ -123,18 +123,11 @@ def _check(features: Tensor, width: int) -> None:
     shape = list(features.shape)
     if features.dim() == 2 and shape[1] == width:
         return
-    own = shape[1] if features.dim() > 1 else 0
-    if own and width > own and width % own == 0:
-        raise CollectError(
-            f"statistics of {width} features are probably those of whole activations, flattened, "
-            f"as of [samples, {own}, height, width]: they don't fit features of shape {shape}. "
-            f"Write Covariance(feature_dim=1) for statistics of {own} features, each position a "
-            f"sample, and give features [samples, {own}], such as activations.mean((2, 3)), or "
-            f"give activations.flatten(1), [samples, {width}]."
-        )
     raise CollectError(
-        f"features of shape {shape} don't fit statistics of {width} features; "
-        f"give [samples, {width}], made from the activations as for the statistics."
+        f"statistics of {width} features don't fit features of shape {shape}: give "
+        f"[samples, {width}], made from the activations as for the statistics. Those of whole "
+        "activations [samples, channels, height, width] are of activations.flatten(1): for "
+        "activations.mean((2, 3)) write Covariance(feature_dim=1), each position a sample"
     )
 
 

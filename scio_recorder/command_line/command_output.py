@@ -32,19 +32,9 @@ _FAULTS = ("nan", "inf")
 _FIGURES = ("bytes", "mean", "std", "min", "max", "zeros", *_FAULTS)
 
 # Keywords of the library, and the options of the command that stand for them.
-_OPTIONS = {
-    "dtype": "--keep-dtype",
-    "dtypes": "--dtype",
-    "every": "--every",
-    "atol": "--atol",
-    "floor": "--floor",
-    "input_data": "--input-data",
-    "input_size": "--input-size",
-    "match": "--match",
-    "max_batches": "--max-batches",
-    "rtol": "--rtol",
-    "rows": "--rows",
-}
+_OPTIONS = {"dtype": "--keep-dtype", "dtypes": "--dtype"}
+_SAME = "every", "atol", "floor", "input_data", "input_size", "match", "max_batches", "rtol", "rows"
+_OPTIONS |= {name: f"--{name.replace('_', '-')}" for name in _SAME}
 # What is written otherwise on the command line, after keywords became options.
 _WORDS = (
     (r'store="disk:PATH"', "--out PATH"),

@@ -68,8 +68,8 @@ class ValueStatistics:
     std: float | None = None
     low: float | None = None
     high: float | None = None
+    # Share of the values that are zero.
     zeros: float | None = None
-    """Share of the values that are zero."""
     nans: int | None = None
     infinities: int | None = None
 
@@ -86,10 +86,10 @@ class UnitStatistics:
     zero: int
     dead: int
     saturated: int | None
+    # Which units exceed the median one by far, the largest first.
     exploding: tuple[int, ...] = ()
-    """Which units exceed the median one by far, the largest first."""
+    # How many times the median the largest absolute value of the first of them is.
     excess: float = 0.0
-    """How many times the median the largest absolute value of the first of them is."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ class LayerSummary:
     dtype: str = ""
     num_bytes: int | None = None
     values: ValueStatistics = ValueStatistics()
+    # Statistics of the finite values alone, if there are others.
     finite: ValueStatistics | None = None
-    """Statistics of the finite values alone, if there are others."""
     units: UnitStatistics | None = None
     bars: Bars | None = None
     notes: Sequence[str] = ()
+    # Faults in results of reductions.
     warnings: Sequence[str] = ()
-    """Faults in results of reductions."""
 
 
 def draw_histograms(layers: Sequence[LayerSummary]) -> Figure:

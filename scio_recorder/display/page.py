@@ -69,10 +69,10 @@ class Column(NamedTuple):
     name: str
     texts: Sequence[str]
     values: Sequence[float | None] | None = None
+    # The rows in which the text stands out.
     alarms: Collection[int] = ()
-    """The rows in which the text stands out."""
+    # The class of the cells in the style sheet, if they are long.
     kind: str = ""
-    """The class of the cells in the style sheet, if they are long."""
 
     @property
     def heading(self) -> str:
