@@ -189,14 +189,15 @@ class StoringIntake(LayerIntake):
 
     def _check(self, kept: Tensor) -> None:
         rows, column = self.current.rows, self._column
+        unit = "sample" if rows.are_samples else "row"
         self._check_rows(kept)
         shape = tuple(kept.shape[len(rows.shape) :])
         if column is not None and shape != column.spec.shape:
             of_texts = ", or write rows=Tokens() for texts that differ in length"
             raise CollectError(
-                f"layer {self.layer} gave {rows.unit}s of shape {shape} after {rows.unit}s of "
+                f"layer {self.layer} gave {unit}s of shape {shape} after {unit}s of "
                 f"shape {column.spec.shape}: bring them to one shape with transform=, by padding "
-                f"or pooling, or reduce the layer{of_texts if rows.unit == 'sample' else ''}"
+                f"or pooling, or reduce the layer{of_texts if unit == 'sample' else ''}"
             )
         if self._dtype not in (None, kept.dtype):
             raise CollectError(

@@ -81,19 +81,12 @@ class BatchRows:
         return self.index is None and self.are_samples
 
     @property
-    def unit(self) -> str:
-        """The word for one row."""
-        return "sample" if self.are_samples else "row"
-
-    @property
     def num_rows(self) -> int:
         """The number of kept rows."""
         return math.prod(self.shape) if self.index is None else len(self.index)
 
     def of_some(self, first: int, stop: int) -> BatchRows:
         """Return the rows of samples ``first`` to ``stop``; the others still count."""
-        if first == 0 and stop >= self.num_samples:
-            return self
         samples = self.columns.get("sample")
         if samples is not None:
             # Rows are in the order of their samples.

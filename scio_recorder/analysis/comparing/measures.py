@@ -185,7 +185,8 @@ def _measure_piece(own: Tensor, other: Tensor, tolerance: Tolerance) -> Figures:
         return Figures(len(own), own=squares, others=squares, product=squares)
     apart, differ = (two - one).abs(), None
     if is_one_dtype and tolerance.is_exact:
-        differ = _differ_in_bits(own, other)
+        # Both parts of a complex number.
+        differ = (_bits(own) != _bits(other)).reshape(len(own), -1).any(-1)
     if not math.isfinite(squares + _product(two, two)):
         both_nan = one.isnan() & two.isnan()
         differ = None if differ is None else differ & ~both_nan
@@ -217,12 +218,6 @@ def _measure_piece(own: Tensor, other: Tensor, tolerance: Tolerance) -> Figures:
 
 def _product(one: Tensor, two: Tensor) -> float:
     return float(torch.vdot(one, two).real)
-
-
-def _differ_in_bits(own: Tensor, other: Tensor) -> Tensor:
-    mask = _bits(own) != _bits(other)
-    # Both parts of a complex number.
-    return mask.any(-1) if mask.ndim > 1 else mask
 
 
 def _bits(tensor: Tensor) -> Tensor:

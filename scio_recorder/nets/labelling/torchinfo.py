@@ -86,14 +86,6 @@ class Row(LayerInfo):
         # A jagged tensor has a dimension without a single length, and no size includes that.
         return flat if all(type(n) is int for n in flat) else [], element_bytes
 
-    @staticmethod
-    def get_param_count(module: nn.Module, name: str, param: Tensor) -> tuple[int, str]:
-        """Return the number of elements that were not pruned, as far as that is known."""
-        try:
-            return LayerInfo.get_param_count(module, name, param)
-        except Exception:
-            return param.nelement(), name
-
     def end(self, args: Any, output: Any, batch_dim: int | None) -> None:
         """Note what the call returned."""
         self.input_size, _ = self.calculate_size(args, batch_dim)

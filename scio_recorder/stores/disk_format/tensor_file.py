@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -267,7 +267,9 @@ def _write(write_at: WriteAt, tensors: Mapping[str, Tensor], layout: Layout) -> 
     blocks = []
     done = layout.header_bytes
     for name in layout.starts:
-        for block in _blocks_of(tensors[name]):
+        data = _bytes_of(tensors[name])
+        for start in range(0, len(data), BLOCK_BYTES):
+            block = data[start : start + BLOCK_BYTES]
             blocks.append(checksum(block))
             write_at(done, block)
             done += len(block)
@@ -278,12 +280,6 @@ def _write(write_at: WriteAt, tensors: Mapping[str, Tensor], layout: Layout) -> 
 
 def _checksum_of(header: bytes) -> str:
     return header[_CHECKSUM_AT:][:DIGITS].decode("ascii")
-
-
-def _blocks_of(tensor: Tensor) -> Iterator[memoryview]:
-    data = _bytes_of(tensor)
-    for start in range(0, len(data), BLOCK_BYTES):
-        yield data[start : start + BLOCK_BYTES]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
