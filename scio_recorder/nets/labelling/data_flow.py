@@ -76,13 +76,11 @@ class Question(NamedTuple):
     """A value or a size that depends on the data, for which the net asked.
 
     ``choices`` are the answers, the true one first. ``stack`` is where it was asked, the innermost
-    place first, and ``step`` the number of steps until then.
+    place first.
     """
 
     choices: Sequence[Any]
     stack: tuple[_CodeLine, ...]
-    step: int
-    is_size: bool
 
 
 class _Step(NamedTuple):
@@ -93,7 +91,6 @@ class _Step(NamedTuple):
     tensors: tuple[tuple[int, int], ...]
     # Its other arguments.
     others: tuple[str, ...]
-    line: _CodeLine
 
 
 class Flow(TorchFunctionMode):
@@ -176,15 +173,6 @@ class Flow(TorchFunctionMode):
         compared = 3 if is_flag else 2
         return [step[:compared] for step in self.steps] != [step[:compared] for step in other.steps]
 
-    def line_of(self, question: Question) -> _CodeLine:
-        """Return where a question was asked, or where a tensor of the size in question is used."""
-        users = (
-            step.line
-            for step in self.steps[question.step :]
-            if question.is_size and question.step in dict(step.tensors)
-        )
-        return next(users, question.stack[0])
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -231,7 +219,7 @@ class Flow(TorchFunctionMode):
                 self._origins[tensor] = (0, self._foreign)
         origins = tuple(self._origins[tensor] for tensor in tensors)
         others = tuple(_shown(part) for part in parts if not isinstance(part, Tensor))
-        self.steps.append(_Step(called, origins, others, next(_lines_on_stack())))
+        self.steps.append(_Step(called, origins, others))
         return tensors
 
     def _call_operation(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -256,14 +244,14 @@ class Flow(TorchFunctionMode):
 
     def _with_hits(self, found: Any, dim: int | None) -> Any:
         """Return what an operation has found, or another number of hits."""
-        if dim is None or (hits := self._answer([None, *_HITS], is_size=True)) is None:
+        if dim is None or (hits := self._answer([None, *_HITS])) is None:
             return found
         return map_tensors(partial(_resized, hits, dim), found)
 
-    def _answer(self, choices: Sequence[Any], *, is_size: bool = False) -> Any:
+    def _answer(self, choices: Sequence[Any]) -> Any:
         """Return the answer that the net gets."""
         index = len(self.questions)
-        self.questions.append(Question(choices, tuple(_lines_on_stack()), len(self.steps), is_size))
+        self.questions.append(Question(choices, tuple(_lines_on_stack())))
         return choices[self._choice if index == self._at else 0]
 
     def _calls(self) -> list[int]:
@@ -354,7 +342,7 @@ def _deciding_line(run: Callable[..., Flow]) -> _CodeLine | None:
         if base.differs(other, question):
             # A net that does something else in each pass gives no answer.
             is_repeatable = not base.differs(run(), None)
-            return base.line_of(question) if is_repeatable else None
+            return question.stack[0] if is_repeatable else None
     return None
 
 
