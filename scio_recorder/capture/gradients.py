@@ -117,7 +117,7 @@ class Gradients:
         """Return the gradients so far; a layer that received none is absent."""
 
         def summed(call: CallKey, count: int, rebuild: Rebuild) -> Recorded:
-            passes = [arrived.calls.get(call) or [None] * count for arrived in self._arrived]
+            passes = [arrived.get(call) or [None] * count for arrived in self._arrived]
             sums = [
                 Recorded([part for part in parts if part], _sum)
                 for parts in zip(*passes, strict=True)
@@ -132,13 +132,8 @@ class Gradients:
         return records
 
 
-class _Arrived:
+class _Arrived(dict[CallKey, "list[HeldTensor | None]"]):
     """The gradients of one backward pass through one forward pass that have come so far."""
-
-    __slots__ = ("__weakref__", "calls")
-
-    def __init__(self) -> None:
-        self.calls: dict[CallKey, list[HeldTensor | None]] = {}
 
 
 class _Delivery:
@@ -169,7 +164,7 @@ class _Delivery:
         join: Callable[[list[Any]], Any],
     ) -> dict[DepthIdx, Any]:
         """Return the value of the only call of each layer that was reached, or all joined."""
-        reached = {call.label for one in arrived for call in one.calls}
+        reached = {call.label for one in arrived for call in one}
         found: dict[Any, list[Any]] = {}
         for call, template in self.templates.items():
             if call.label in reached:
@@ -194,19 +189,19 @@ class _Delivery:
             return
         arrived = self.expect(private.backward_pass() if task is None else task)
         owner = self._owner()
-        if owner is not None and not arrived.calls:
+        if owner is not None and not arrived:
             owner.begin(arrived)
         count, _ = self.templates[call]
         kept = HeldTensor(private.unmapped(gradient))
-        arrived.calls.setdefault(call, [None] * count)[index] = kept
+        arrived.setdefault(call, [None] * count)[index] = kept
 
     def _deliver(self, arrived: _Arrived) -> None:
         def built(call: CallKey, count: int, rebuild: Rebuild) -> Any:
-            parts = arrived.calls.get(call) or [None] * count
+            parts = arrived.get(call) or [None] * count
             return rebuild([None if part is None else part.peek() for part in parts])
 
         hooks = self._hooks and self._hooks()
-        for hook in list((hooks or {}).values()) if arrived.calls else ():
+        for hook in list((hooks or {}).values()) if arrived else ():
             hook(self.by_layer([arrived], built, tuple))
 
 
