@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -17,33 +16,14 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
 from scio_recorder.reductions.base import Reductions, of_each
 from scio_recorder.stores import Held
-from scio_recorder.stores.disk_format.ids import SampleIds
+from scio_recorder.stores.disk_format.ids import OnDemand, SampleIds
 from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
 from scio_recorder.stores.kept_inputs import Calls
 from scio_recorder.tensors.copies import to_array
 
-T = TypeVar("T")
 # Bytes that are read together if all of a layer is read: few enough that the next ones get the same
 # memory, and the number of such reads at once from a bucket.
 _PART_BYTES, _PART_REQUESTS = 1 << 24, 4
-
-
-class OnDemand(Sequence[T]):
-    """Entries that are read on demand."""
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        found = range(len(self))[index]
-        if isinstance(found, range):
-            return [self._read(number) for number in found]
-        return self._read(found)
-
-    @abc.abstractmethod
-    def _read(self, number: int) -> T:
-        """Return the entry of a valid number."""
 
 
 class RowsOfSamples(OnDemand["slice | Tensor"]):

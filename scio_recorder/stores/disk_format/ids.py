@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import abc
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import index as as_integer
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import numpy
 
 from scio_recorder.stores.disk_format.tensor_file import JSON, MAX_SIZE, expect
 
+T = TypeVar("T")
 Ids: TypeAlias = "range | array[int] | tuple[str, ...]"
 
 
-class SampleIds(Sequence[int | str]):
+class OnDemand(Sequence[T]):
+    """Entries that are found by their numbers, each when it is asked for."""
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        found = range(len(self))[index]
+        if isinstance(found, range):
+            return [self._read(number) for number in found]
+        return self._read(found)
+
+    @abc.abstractmethod
+    def _read(self, number: int) -> T:
+        """Return the entry of a valid number."""
+
+
+class SampleIds(OnDemand[int | str]):
     """The ids of many chunks as one sequence; consecutive numbers take no memory.
 
     Examples
@@ -60,16 +80,9 @@ class SampleIds(Sequence[int | str]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> int | str: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int | str]: ...
-    def __getitem__(self, index: int | slice) -> int | str | Sequence[int | str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        position = range(len(self))[index]
-        number = bisect_right(self._ends, position) - 1
-        return self._parts[number][position - self._ends[number]]
+    def _read(self, number: int) -> int | str:
+        part = bisect_right(self._ends, number) - 1
+        return self._parts[part][number - self._ends[part]]
 
     def __iter__(self) -> Iterator[int | str]:
         return chain.from_iterable(self._parts)
