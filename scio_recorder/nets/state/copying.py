@@ -128,11 +128,11 @@ def quiet() -> Iterator[None]:
     >>> with quiet():
     ...     warnings.warn("not seen")
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_QUIET)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        # If nothing was compiled, this would import the compiler.
-        if private.DYNAMO in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    # If nothing was compiled, a stance would import the compiler.
+    is_loaded = private.DYNAMO in sys.modules
+    with (
+        _QUIET,
+        warnings.catch_warnings(action="ignore"),
+        torch.compiler.set_stance("force_eager") if is_loaded else contextlib.nullcontext(),
+    ):
         yield
