@@ -142,13 +142,10 @@ class Origin:
         ((tensor([[3., 3.]]),), tensor([[nan, nan]]))
         """
         if self._kept is None:
-            if self.direction == "forward":
-                raise ArgumentError(
-                    "the inputs of the call were not kept: write guard(keep_inputs=True)"
-                )
             raise ArgumentError(
-                "it was made in a backward pass, and no part of that can run again on its own: "
-                "save the weights and the batch instead, and run the step again"
+                "the inputs of the call were not kept: write guard(keep_inputs=True). No part of a "
+                "backward pass can run again on its own: for a gradient, save the weights and the "
+                "batch instead, and run the step again"
             )
         self._kept.save(path, self._architecture, self.layer)
 
