@@ -11,7 +11,7 @@ from scio_recorder.display import page
 from scio_recorder.display.figure import Bars, LayerSummary, ValueStatistics
 from scio_recorder.display.outline import Outline, address_of, asset, searched, text, tree_html
 from scio_recorder.display.page import Column
-from scio_recorder.layer import Layer, few
+from scio_recorder.layer import few
 
 # Types of layers in which a unit that is always zero has no gradient and learns nothing more.
 _RECTIFIERS = ("ReLU", "ReLU6")
@@ -137,25 +137,34 @@ def _histograms(layers: Sequence[LayerSummary]) -> Iterator[str]:
         )
     else:
         yield "<p>There are no values to draw.</p>"
-    figures = (_figure(one.layer, one.bars) for one in layers if one.bars is not None)
-    yield f'<div class="grid">{"".join(figures)}</div>'
+    same: dict[str, list[LayerSummary]] = {}
+    for one in layers:
+        if one.bars is not None:
+            # Layers that only hand on their input, as Identity and a container of one layer do.
+            same.setdefault(repr((one.values, one.bars)), []).append(one)
+    yield f'<div class="grid">{"".join(map(_figure, same.values()))}</div>'
 
 
-def _figure(layer: Layer, bars: Bars) -> str:
-    """Return the histogram of a layer."""
+def _figure(drawn: Sequence[LayerSummary]) -> str:
+    """Return the histogram of layers that have the same values."""
+    bars, layers = drawn[0].bars, [one.layer for one in drawn]
+    assert bars is not None
+    layer = layers[0]
     name = layer.name or layer.type_name
     said = f"Histogram of layer {layer.label}, {sum(bars.counts):,} values"
     said += f" from {page.number_text(bars.low)} to {page.number_text(bars.high)}"
     sides = ((bars.below, "below"), (bars.above, "above"))
     told = [f"{count:,} {side} this range" for count, side in sides if count]
+    others = ", ".join(map(page.link_html, layers[1:]))
     return (
-        f'<figure data-search="{searched(layer)}"><figcaption title="{text(name)}">'
+        f'<figure data-search="{" ".join(map(searched, layers))}"><figcaption title="{text(name)}">'
         f'<a href="{address_of(layer)}">{layer.label}</a> '
         f'<span class="tail">{page.name_html(name, layer)}</span></figcaption>'
         + bars_svg(bars, f'role="img" aria-label="{text(said)}"')
         + f'<div class="axis"><span>{page.number_text(bars.low)}</span>'
         f"<span>{page.number_text(bars.high)}</span></div><p>{', '.join(told)}</p>"
-        "</figure>"
+        + (f'<p class="same">The same values: {others}</p>' if others else "")
+        + "</figure>"
     )
 
 

@@ -138,6 +138,7 @@ def test_pages_and_tables(
         [f"{name}{call}" for name, call in captions],
         [one or "Awkward" for one in titles],
     )
+    # Layers of the same values share a histogram.
     assert drawn == [one for one in named if one in drawn]
     assert drawn[0] == named[0]
     assert len(drawn) >= 4

@@ -345,6 +345,22 @@ def test_columns_without_any_text_are_left_out(tmp_path: Path) -> None:
     assert "Saturated" not in table_of(text(of(samples), tmp_path))[0]
 
 
+def test_layers_of_the_same_values_share_a_histogram(tmp_path: Path) -> None:
+    layers = [nn.Dropout(), nn.ReLU(), nn.Identity(), nn.Sequential(nn.Tanh()), nn.Flatten()]
+    net = nn.Sequential(*layers).eval()
+    rnet = Recorder(net, input_size=(1, 3, 2))
+    rnet.record("*")
+    recording = rnet.collect([torch.randn(9, 3, 2)], progress=False)
+    html = text(recording, tmp_path)
+    figures = [re.sub(r"<svg.*?</svg>", "", one) for one in re.findall("<figure.*?</figure>", html)]
+    labels = [re.findall(r'href="#layer-([\d-]+)"', one) for one in figures]
+    # By the net: ReLU changes what Dropout hands on, and Tanh what Identity does.
+    assert labels == [["1-1"], ["1-2", "1-3"], ["2-1", "1-4", "1-5", "0-1"]]
+    for drawn, html in zip(labels, figures, strict=True):
+        searched = html.partition('data-search="')[2].partition('"')[0]
+        assert all(label in searched.split() for label in drawn)
+
+
 def test_values_outside_the_histogram_are_told(tmp_path: Path) -> None:
     samples = torch.zeros(8, 9000)
     samples[:, ::100] = 9.0
