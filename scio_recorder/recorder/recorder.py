@@ -313,12 +313,12 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             raise
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the calls of this recorder, as :meth:`torch.nn.Module.compile` does.
+        """Compile the calls of this recorder, as ``torch.nn.Module.compile`` does.
 
         Parameters
         ----------
         *args, **kwargs
-            Passed to :func:`torch.compile`.
+            Passed to ``torch.compile``.
         """
         super().compile(*args, **kwargs)
         AroundCompiledRecorder(lambda: self._capture.prepare_compiled()).put_around(self)

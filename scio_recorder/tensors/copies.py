@@ -346,7 +346,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return False
     if not is_dense(one):
         return _same_parts(one.detach(), other.detach())
-    own, theirs = _bytes(one), _bytes(other)
+    own, theirs = as_bytes(one), as_bytes(other)
     # Torch compares eight bytes in the time of one.
     width = math.gcd(8, len(own), own.storage_offset(), theirs.storage_offset())
     return torch.equal(own.view(_WORDS[width]), theirs.view(_WORDS[width]))
@@ -362,11 +362,13 @@ def _same_parts(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a dense tensor's elements in their order, copied if they lie apart."""
     dense = tensor.detach()
     if not is_plain(dense):
         dense = dense.as_subclass(Tensor).resolve_conj().resolve_neg()
-    return dense.contiguous().view(-1).view(torch.uint8)
+    # A view of one element may have any stride, and count as contiguous.
+    return dense.contiguous().as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _memory(tensor: Tensor) -> Tensor:

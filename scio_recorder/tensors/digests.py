@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.copies import has_memory, is_plain, version_of
+from scio_recorder.tensors.copies import as_bytes, has_memory, is_plain, version_of
 from scio_recorder.tensors.structures import tensors
 
 # A piece of host memory stays in the cache; one of another device is worth its transfer.
@@ -243,4 +243,4 @@ def plain_parts(tensor: Any) -> Iterator[Tensor]:
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the bytes of a strided tensor, in order."""
     num_bytes = _PIECE_BYTES.get(tensor.device.type, _OTHER_PIECE_BYTES)
-    yield from torch.split(tensor.reshape(-1).view(torch.uint8), num_bytes)
+    yield from torch.split(as_bytes(tensor), num_bytes)

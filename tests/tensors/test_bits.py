@@ -28,3 +28,9 @@ def test_bits_are_compared_in_the_order_of_the_elements() -> None:
     assert same_bits(one.T, one.T.contiguous())
     assert not same_bits(one.T, one.T.flip(0))
     assert not same_bits(torch.zeros(()), -torch.zeros(()))
+
+
+def test_a_part_of_one_complex_number_has_bits() -> None:
+    real = torch.tensor([1 + 2j]).real
+    assert same_bits(real, torch.ones(1))
+    assert not same_bits(real, torch.tensor([1 + 2j]).imag)

@@ -36,11 +36,12 @@ def by_hand(*tensors: torch.Tensor) -> str:
         torch.empty(0, 3),
         torch.tensor([True, False]),
         torch.randn(3, dtype=torch.complex64).conj().resolve_conj(),
+        torch.randn(3, dtype=torch.complex64).imag,
         # More than one piece, and rows that do not divide one.
         torch.arange(300_000, dtype=torch.int64).view(1000, 300),
         torch.arange(300_000, dtype=torch.int64).view(300, 1000).t(),
     ],
-    ids=["plain", "view", "scalar", "empty", "bool", "complex", "large", "large view"],
+    ids=["plain", "view", "scalar", "empty", "bool", "complex", "part", "large", "large view"],
 )
 def test_a_digest_is_that_of_the_bytes(tensor: torch.Tensor) -> None:
     assert digest_of(tensor) == by_hand(tensor)
