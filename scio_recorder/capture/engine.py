@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -215,8 +215,11 @@ class Capture:
         current = Pass(
             program, setting, posts, records_outputs=records_outputs, stops=stop, sink=sink
         )
-        with self._shards.found() if self._shards.are_to_be_found else contextlib.nullcontext():
+        if "torch.distributed.tensor" not in sys.modules or not self._shards.are_to_be_found:
             output = self._run(net, args, kwargs, current)
+        else:
+            with self._shards.found():
+                output = self._run(net, args, kwargs, current)
         if self._shards.are_recorded:
             self._shards.warn(sink)
         return output

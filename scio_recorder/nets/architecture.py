@@ -8,7 +8,7 @@ import fnmatch
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -88,6 +88,15 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    # Those of a Mapping would resolve every label.
+    def values(self) -> ValuesView[Layer]:
+        """Return all rows."""
+        return self._rows.values()
+
+    def items(self) -> ItemsView[DepthIdx, Layer]:
+        """Return all labels and rows."""
+        return self._rows.items()
 
     # A proxy can't be pickled, and the index by module must not survive a copy of the modules.
     def __reduce__(self) -> tuple[Any, ...]:
