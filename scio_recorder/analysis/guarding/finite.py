@@ -17,6 +17,7 @@ from scio_recorder.tensors.structures import tensors
 
 KINDS = ("nan", "inf")
 _PLAIN = (Tensor, torch.nn.Parameter)
+_WITHOUT_TENSORS = (str, int, float)
 
 
 class NonFinite(NamedTuple):
@@ -119,5 +120,11 @@ class Known:
         values : iterable
             Tensors, structures that hold some, or anything else.
         """
-        found = (self.examine(tensor) for value in values for tensor in tensors(value))
+        found = []
+        for value in values:
+            if isinstance(value, Tensor):
+                found.append(self.examine(value))
+            # Taking a structure apart takes longer than examining most tensors.
+            elif not (value is None or isinstance(value, _WITHOUT_TENSORS)):
+                found += map(self.examine, tensors(value))
         return [one for one in found if one is not None]
