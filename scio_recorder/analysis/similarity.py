@@ -200,7 +200,7 @@ class Similarity:
         >>> rnet = Recorder(torch.nn.Sequential(torch.nn.Flatten()), input_size=(1, 2))
         >>> rnet.record("*")
         >>> recording = rnet.collect([torch.eye(3, 2)])
-        >>> similarity(recording, recording).plot().axes[0].get_title()
+        >>> similarity(recording, recording).plot().get_suptitle()
         'Linear CKA of 2 x 2 layers over 3 rows'
         """
         names = [list(map(full_name, side)) for side in (self.layers_a, self.layers_b)]
