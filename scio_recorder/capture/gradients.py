@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from scio_recorder.capture.program import RecordOptions
+from scio_recorder.errors import ArgumentError
 from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Recorded, Records
@@ -206,4 +207,11 @@ class _Delivery:
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor | None:
+    # Nested ones have no shape.
+    if len({gradient.shape for gradient in gradients if not gradient.is_nested}) > 1:
+        shapes = ", ".join(str(tuple(gradient.shape)) for gradient in gradients)
+        raise ArgumentError(
+            f'gradients="accumulate" can\'t add up gradients of the shapes {shapes}: backward '
+            "passes under vmap must have equally many rows; write gradients=True"
+        )
     return functools.reduce(operator.add, gradients) if gradients else None

@@ -96,6 +96,8 @@ class Setting:
         self.kinds = [kind] * len(program.expected), [kind] * len(program.expected)
         self.fast = [False] * len(program.modules)
         self.is_fast = False
+        # The positions whose outputs were searched for tensors that no copy can have.
+        self.searched: set[int] = set()
 
     def learn(self, before: _Kinds, seen: Iterable[tuple[int, int, int]]) -> None:
         """Keep from now on as a pass has shown: OUTPUT or INPUT, position and kind."""

@@ -227,11 +227,11 @@ class Pass:
         if not self._keeps_outputs or options.offload:
             # Gradients are received whether anything is kept here or not.
             if self._keeps_outputs:
-                _refuse_unkeepable(output, self.program.architecture[label])
+                self._refuse_unkeepable(output, position, label)
             kept = offload(output) if self._keeps_outputs else NOTHING
             on_graph, rebuild = flatten(output)
         else:
-            _refuse_unkeepable(output, self.program.architecture[label])
+            self._refuse_unkeepable(output, position, label)
             # A value that a sink receives at the end of the pass must not have changed by then.
             kind = COPY if self._sink is not None else self.kinds[OUTPUT][position]
             kept, on_graph = keep(output, kind, self._copied, handed)
@@ -240,6 +240,12 @@ class Pass:
             assert self.gradients is not None, "made ahead of the pass"
             self.gradients.attach(call, on_graph, rebuild, start)
         return kept
+
+    def _refuse_unkeepable(self, output: Any, position: int, label: DepthIdx) -> None:
+        searched = self.setting.searched
+        layer = self.program.architecture[label]
+        _refuse_unkeepable(output, layer, is_first=position not in searched)
+        searched.add(position)
 
     def finish(self) -> tuple[Records, Records | None]:
         """Check the calls of the pass, and return its activations and inputs.
@@ -360,13 +366,14 @@ class Pass:
         return Records(program.architecture, entries, what)
 
 
-def _refuse_unkeepable(output: Any, layer: Layer) -> None:
+def _refuse_unkeepable(output: Any, layer: Layer, *, is_first: bool) -> None:
     if isinstance(output, Iterator):
         raise UnsupportedNetError(
             f"layer {layer} returns a {type(output).__name__}, which can be read only once, and "
             "the network reads it: record the layers inside this one"
         )
-    holder = holder_out_of_sight(output)
+    # This looks at all that an object holds.
+    holder = holder_out_of_sight(output) if is_first else None
     if holder is not None:
         raise UnsupportedNetError(
             f"layer {layer} returns a {type(holder).__name__} with tensors inside it, as in a "

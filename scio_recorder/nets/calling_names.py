@@ -9,9 +9,9 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -46,7 +46,7 @@ def calling_name(names: Mapping[int, str]) -> CallingName:
         The names of the network's modules, by ``id``.
     """
     frame = inspect.currentframe()
-    module, caller, around = None, None, ""
+    module, caller, around = None, None, None
     while frame is not None:
         if frame.f_code.co_filename == _MODULES:
             running = frame.f_locals.get("self")
@@ -55,10 +55,20 @@ def calling_name(names: Mapping[int, str]) -> CallingName:
                 # Others may have put code around the call, which stands in between.
                 caller = frame.f_back
             elif id(running) in names:
-                around = names[id(running)]
+                around = running
                 break
         frame = frame.f_back
-    return CallingName(around, "" if caller is None else ".".join(_called_by(caller)))
+    shown = [] if caller is None or around is None else _called_by(caller)
+    # A list of its own or a property shows another name than that of the module.
+    if _submodule(around, shown) is not module:
+        shown = []
+    return CallingName(names.get(id(around), ""), ".".join(shown))
+
+
+def _submodule(around: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        around = getattr(around, "_modules", {}).get(name)
+    return around
 
 
 def _called_by(frame: FrameType) -> list[str]:

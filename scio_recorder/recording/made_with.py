@@ -39,7 +39,8 @@ def made_with(net: nn.Module) -> dict[str, Any]:
     (True, 'torch.nn.modules.linear.Linear', ['float32'], ['cpu'])
     """
     kind = type(net)
-    package = kind.__module__.partition(".")[0]
+    # A class that code has made may have no module.
+    package = str(kind.__module__ or "builtins").partition(".")[0]
     versions = {
         "scio_recorder": _version("scio_recorder"),
         "torch": _version("torch"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import Recorder, track
+from scio_recorder.errors import ArgumentError
 from tests.zoo.base import Net
 
 BASIS = torch.randn(2, 5, 2, generator=torch.Generator().manual_seed(1))
@@ -132,3 +133,14 @@ def test_regions_run_again_under_vmap(way: Any) -> None:
         assert torch.equal(way(rnet, start(), BASIS), bare)
     assert [event.grad for event in events] == [False] * 8 + [True] * 8
     assert rnet.gradients["inner.0"].shape == (2, 5, 4)
+
+
+def test_sums_of_passes_of_different_sizes_are_refused() -> None:
+    rnet = Recorder(network(), input_size=(5, 3))
+    rnet.record("0", gradients="accumulate")
+    x = start()
+    output = rnet(x)
+    for rows in (2, 1):
+        torch.autograd.grad(output, x, BASIS[:rows], is_grads_batched=True, retain_graph=True)
+    with pytest.raises(ArgumentError, match="equally many rows"):
+        _ = rnet.gradients["0"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
+from scio_recorder.capture import passes
 from scio_recorder.errors import MutationError, UnsupportedNetError
 from tests.harness import executed, make_recorder
 from tests.oracle import Watch, differences, freeze, same_bits
@@ -355,3 +356,21 @@ def test_tensors_that_no_record_can_copy_are_refused(
     rnet.record("")
     x = torch.randn(3, 4)
     assert same_bits(rnet(x), x * 2)
+
+
+def test_only_the_first_pass_looks_at_all_that_an_output_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[Any] = []
+    search = passes.holder_out_of_sight
+
+    def look(output: Any) -> Any:
+        looked.append(output)
+        return search(output)
+
+    monkeypatch.setattr(passes, "holder_out_of_sight", look)
+    layer = Net(lambda net, x: {"hidden": net.inner(x), "say": str.upper}, inner=linear())
+    rnet = recorder(nn.Sequential(layer), "0")
+    for _ in range(3):
+        rnet(torch.ones(3, 4))
+    assert len(looked) == 1

@@ -187,6 +187,27 @@ def test_a_name_that_is_not_shown_is_no_other_name() -> None:
         rnet(X)
 
 
+def by_items(net: Net, x: Tensor) -> Tensor:
+    steps = [net.a, net.b]
+    result: Tensor = steps[1](steps[0](x))
+    return result
+
+
+def by_functions(net: Net, x: Tensor) -> Tensor:
+    result: Tensor = net.get_submodule("b")(net.get_submodule("a")(x))
+    return result
+
+
+@pytest.mark.parametrize("way", [by_items, by_functions])
+def test_names_that_the_network_does_not_have_say_nothing(way: Any) -> None:
+    net = Net(lambda net, x: net.b(net.a(x)))
+    rnet = Recorder(net, input_size=(2, 4))
+    rnet.record(nn.Linear)
+    net.run = way
+    rnet(X)
+    assert torch.equal(rnet.activations[rnet.recording[0]], net.a(X))
+
+
 def test_code_around_calls_is_no_caller() -> None:
     net = Net(lambda net, x: net.b(net.a(x)))
     rnet = Recorder(net, input_size=(2, 4))

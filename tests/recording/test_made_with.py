@@ -25,6 +25,14 @@ from scio_recorder.reductions import Digest, Mean
 BATCHES = [torch.ones(2, 3), torch.zeros(2, 3)]
 
 
+@pytest.mark.parametrize("module", [None, ""])
+def test_a_class_without_a_module_is_collected(module: str | None) -> None:
+    kind = type("Made", (nn.Module,), {"forward": lambda self, x: x * 2, "__module__": module})
+    rnet = Recorder(kind(), input_size=(1, 3))
+    rnet.record("0-1")
+    assert torch.equal(rnet.collect(BATCHES)["0-1"], 2 * torch.cat(BATCHES))
+
+
 class Net(nn.Sequential):
     """A net of a package, as those of transformers are."""
 
