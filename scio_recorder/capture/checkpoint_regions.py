@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch.utils import checkpoint
 
-from scio_recorder.capture.gradients import CallStarts
+from scio_recorder.capture.gradients import CallStart, CallStarts
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import flatten
@@ -157,11 +157,12 @@ class Rerun:
                 mark = owner.put(region, _Mark(self))
             mark.calls[starts].append((index, call))
 
-    def again(self, call: CallKey, output: Any, start: int, task: int) -> Any:
+    def again(self, call: CallKey, output: Any, start: CallStart, task: int) -> Any:
         """Do to an output what the first run did to it; None leaves it as it is."""
         gradients = None if self._gradients is None else self._gradients()
         if gradients is not None:
-            gradients.attach(call, *flatten(output), start, task)
+            leaves, rebuild = flatten(output)
+            gradients.attach(call, leaves, rebuild, [*map(start.has, leaves)], task)
         label: Any = call.label  # those of calls without one are never marked
         handed = self.posts.after(label, output, self._layer(label))
         return None if handed is output else handed
@@ -220,7 +221,7 @@ class Reruns:
 
     def inputs_again(self, index: int, args: Any, kwargs: Any) -> Any:
         """Post-process inputs in a re-run; None leaves them as they are."""
-        self._call_starts.begin(index)
+        self._call_starts.begin(index, args, kwargs)
         mark, call, _ = self._next_call(index, starts=True)
         return None if mark is None else mark.rerun.inputs_again(call.label, args, kwargs)
 

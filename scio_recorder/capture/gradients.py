@@ -6,6 +6,8 @@ A module may return a tensor that existed before its call, as ``nn.Identity`` do
 sum of the gradients of all uses of a tensor, also of those beside the module, and another tensor in
 its place would change the order in which autograd adds them up. So such gradients are left out.
 Nodes of the graph are numbered, so that a number at the start of a call tells them from new ones.
+The numbers are those of a thread, and the node of a view is made anew if its base was changed, so
+inputs that come back unchanged are known as such, too.
 Leaves are left out as well: they are inputs or parameters, or hold their gradient themselves.
 """
 
@@ -15,9 +17,10 @@ import functools
 import operator
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -29,6 +32,7 @@ from scio_recorder.layer import DepthIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Recorded, Records
 from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import version_of
 from scio_recorder.tensors.ownership import HeldTensor
 from scio_recorder.tensors.structures import Rebuild
 
@@ -48,23 +52,40 @@ class CallKey(NamedTuple):
     number: int = 0  # among the calls of the pass, if a label stands for all of them
 
 
+class CallStart(NamedTuple):
+    """What there was when a call of a module began."""
+
+    # The operations that autograd had noted in this thread.
+    num_operations: int = 0
+    # The versions of the tensors among the inputs, by ``id``.
+    versions: Mapping[int, int] = MappingProxyType({})
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor that the call returned was there, and is as it was, or is a leaf."""
+        if tensor.grad_fn is None or self.versions.get(id(tensor)) == version_of(tensor):
+            return True
+        return private.place_of(tensor.grad_fn) < self.num_operations
+
+
 class CallStarts:
-    """How many operations autograd had noted when calls of modules began."""
+    """The starts of the calls of modules that have not returned."""
 
     def __init__(self) -> None:
-        self._starts: defaultdict[object, list[int]] = defaultdict(list)
+        self._starts: defaultdict[object, list[CallStart]] = defaultdict(list)
 
-    def begin(self, module: object) -> None:
+    def begin(self, module: object, args: Any, kwargs: Any) -> None:
         """Note the start of a call of a module, which is given by a name or a number."""
-        self._starts[module, get_ident()].append(private.num_operations())
+        inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        start = CallStart(private.num_operations(), {id(one): version_of(one) for one in inputs})
+        self._starts[module, get_ident()].append(start)
 
-    def end(self, module: object) -> int:
-        """Return the number at the start of the call that ends; 0 if it was not noted.
+    def end(self, module: object) -> CallStart:
+        """Return the start of the call that ends, one of nothing if it was not noted.
 
         Those of calls that failed stay behind.
         """
         starts = self._starts[module, get_ident()]
-        return starts.pop() if starts else 0
+        return starts.pop() if starts else CallStart()
 
 
 class Gradients:
@@ -87,14 +108,14 @@ class Gradients:
         call: CallKey,
         tensors: Sequence[Tensor],
         rebuild: Rebuild,
-        start: int,
+        older: Sequence[bool],
         task: int | None = None,
     ) -> None:
         """Receive the gradients of a call's output from now on, before anything can change it.
 
-        ``start`` is the number of operations before the call. ``task`` is the backward pass that
-        they belong to, if another one brings them: reentrant checkpointing runs backward passes
-        inside the backward pass.
+        ``older`` says of each tensor whether it existed before the call. ``task`` is the backward
+        pass that they belong to, if another one brings them: reentrant checkpointing runs backward
+        passes inside the backward pass.
         """
         delivery = self._delivery
         delivery.templates[call] = len(tensors), rebuild
@@ -103,7 +124,7 @@ class Gradients:
         for index, tensor in enumerate(tensors):
             if not tensor.requires_grad:
                 continue
-            if tensor.grad_fn is None or private.place_of(tensor.grad_fn) < start:
+            if older[index]:
                 self._left_out.add(call.label)
                 continue
             # Otherwise, saving the network's output would warn of the hook.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from scio_recorder.capture.checkpoint_regions import Rerun
-from scio_recorder.capture.gradients import CallKey, CallStarts, Gradients
+from scio_recorder.capture.gradients import CallKey, CallStart, CallStarts, Gradients
 from scio_recorder.capture.keeping import (
     COPY,
     INPUT,
@@ -160,7 +160,7 @@ class Pass:
         """Take the inputs of a module's forward; return those that it receives instead."""
         changed = None
         if self.program.options.gradients:
-            self._call_starts.begin(index)
+            self._call_starts.begin(index, args, kwargs)
         if self.posts.on_inputs:
             starts, count = self.program.starts[index], self._starts.get(index, 0)
             self._starts[index] = count + 1
@@ -218,11 +218,15 @@ class Pass:
         self.gradients = None
         self.rerun = None
 
-    def _keep(self, position: int, call: CallKey, output: Any, handed: Any, start: int) -> Any:
+    def _keep(
+        self, position: int, call: CallKey, output: Any, handed: Any, start: CallStart
+    ) -> Any:
         label: Any = call.label
         if self._sink is not None and self._hands_on:
             self._sink.receivers[label](output)
         options = self.program.options
+        # Asked before a copy takes the place of a tensor.
+        older = [*map(start.has, flatten(output)[0])] if options.gradients else []
         kept: Any
         if not self._keeps_outputs or options.offload:
             # Gradients are received whether anything is kept here or not.
@@ -238,7 +242,7 @@ class Pass:
             rebuild = kept.rebuild
         if options.gradients:
             assert self.gradients is not None, "made ahead of the pass"
-            self.gradients.attach(call, on_graph, rebuild, start)
+            self.gradients.attach(call, on_graph, rebuild, older)
         return kept
 
     def _refuse_unkeepable(self, output: Any, position: int, label: DepthIdx) -> None:

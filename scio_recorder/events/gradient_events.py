@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from scio_recorder.capture.gradients import LEFT_OUT
+from scio_recorder.capture.gradients import LEFT_OUT, CallStart
 from scio_recorder.events.event import Entry, Event, EventLog
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import version_counter, version_of
@@ -74,14 +74,14 @@ class TrackedCall:
         Its class.
     output : Any
         What it returned.
-    start : int
-        The number of operations that autograd had noted when the call began.
+    start : CallStart
+        What there was when the call began.
     log : EventLog
         Takes the event.
     """
 
     def __init__(
-        self, name: str, kind: type[nn.Module], output: Any, start: int, log: EventLog
+        self, name: str, kind: type[nn.Module], output: Any, start: CallStart, log: EventLog
     ) -> None:
         self._name = name
         self._kind = kind
@@ -102,14 +102,14 @@ class TrackedCall:
             if tensor is not None and tensor.requires_grad:
                 self._listen(tensor, start)
 
-    def _listen(self, tensor: Tensor, start: int) -> None:
+    def _listen(self, tensor: Tensor, start: CallStart) -> None:
         node: Any = tensor.grad_fn
         if node is None:
             # A leaf outlives the graph, and so would a hook on it.
             self._miss(LEFT_OUT)
             return
         self._awaited.add(id(tensor))
-        if private.place_of(node) < start:
+        if start.has(tensor):
             self._older.add(id(tensor))
         elif private.base_of(tensor) is not None:
             counter = version_counter(tensor)

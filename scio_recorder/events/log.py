@@ -200,8 +200,8 @@ class Tracker:
             )
         self._log.add(Event(name, type(module), False, output, args, kwargs))
 
-    def _begin(self, name: str, *_: Any) -> None:
-        self._starts.begin(name)
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._starts.begin(name, args, kwargs)
 
     def _take_with_gradients(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any

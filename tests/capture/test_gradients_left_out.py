@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -180,3 +181,36 @@ def test_calls_that_fail_leave_nothing_behind() -> None:
     for _ in range(2):
         rnet(x).sum().backward()
         assert torch.equal(rnet.gradients["middle"], torch.ones(1, 4))
+
+
+def changed_view(net: Any, x: Tensor) -> Tensor:
+    base = x * 1
+    view = base[:, :2]
+    # Autograd makes the node of the view anew when somebody asks for it.
+    base.mul_(2)
+    result: Tensor = net.same(view) * 2 + view * 3
+    return result
+
+
+def test_an_input_is_older_whatever_the_number_of_its_node() -> None:
+    rnet = Recorder(Net(changed_view, same=nn.Identity()), input_size=(2, 4))
+    rnet.record("same", gradients=True)
+    rnet(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    with pytest.raises(LayerNotFoundError, match="existed before"):
+        _ = rnet.gradients["same"]
+
+
+def test_an_input_that_another_thread_has_made_is_older() -> None:
+    net = nn.Sequential(nn.Identity())
+    rnet = Recorder(net, input_size=(2, 4))
+    rnet.record("0", gradients=True)
+    weight = torch.ones(2, 4, requires_grad=True)
+    for _ in range(100):
+        hidden = weight * 1
+
+    def step() -> bool:
+        (rnet(hidden) * 2 + hidden * 3).sum().backward()
+        return "0" in rnet.gradients
+
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(step).result()
