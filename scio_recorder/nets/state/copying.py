@@ -53,7 +53,8 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     kept = [] if keep_hooks else list(own_hooks(net))
     memo = {id(vars(module)[name]): hooks for module, name, hooks in kept} | _shared(net)
     try:
-        with torch.no_grad():
+        # Python warns of copies of iterators that the network holds.
+        with torch.no_grad(), quiet():
             twin = copy.deepcopy(net, memo)
             for *_, hooks in kept:
                 # Methods of the net's modules become methods of the copy's.
