@@ -102,6 +102,7 @@ class Gradients:
         self._arrived: list[_Arrived] = []
         # The layers of which gradients are left out, see NOTE [Gradients that are left out].
         self._left_out: set[DepthIdx | None] = set()
+        self.starts = CallStarts()
 
     def attach(
         self,

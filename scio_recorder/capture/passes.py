@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from scio_recorder.capture.checkpoint_regions import Rerun
-from scio_recorder.capture.gradients import CallKey, CallStart, CallStarts, Gradients
+from scio_recorder.capture.gradients import CallKey, CallStart, Gradients
 from scio_recorder.capture.keeping import (
     COPY,
     INPUT,
@@ -25,7 +25,7 @@ from scio_recorder.capture.keeping import (
 )
 from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError, UnsupportedNetError
-from scio_recorder.layer import DepthIdx, Layer, few
+from scio_recorder.layer import DepthIdx, few
 from scio_recorder.nets.calling_names import calling_name
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
 from scio_recorder.nets.refusals import cast_for
@@ -104,8 +104,6 @@ class Pass:
         self._inputs: list[tuple[int, KeptValue | Recorded]] = []
         # How often each module has started and returned. A Counter takes longer to construct.
         self._starts: dict[int, int] = {}
-        # The operations before each call, if gradients are recorded.
-        self._call_starts = CallStarts()
         self._pending: dict[int, list[_PendingInputs]] = {}
         # The state in which calls with recorded inputs ran.
         self.moments: dict[DepthIdx, LiveMoment] = {}
@@ -123,7 +121,7 @@ class Pass:
         self.is_bare = False
         positions, count = self.program.positions[index], self._counts.get(index, 0)
         self._counts[index] = count + 1
-        start = self._call_starts.end(index)
+        start = None if self.gradients is None else self.gradients.starts.end(index)
         number = 0
         if not self.program.counts_calls:
             # All calls are at one position.
@@ -159,8 +157,8 @@ class Pass:
     def receive_inputs(self, index: int, args: Any, kwargs: Any) -> Any:
         """Take the inputs of a module's forward; return those that it receives instead."""
         changed = None
-        if self.program.options.gradients:
-            self._call_starts.begin(index, args, kwargs)
+        if self.gradients is not None:
+            self.gradients.starts.begin(index, args, kwargs)
         if self.posts.on_inputs:
             starts, count = self.program.starts[index], self._starts.get(index, 0)
             self._starts[index] = count + 1
@@ -219,37 +217,54 @@ class Pass:
         self.rerun = None
 
     def _keep(
-        self, position: int, call: CallKey, output: Any, handed: Any, start: CallStart
+        self, position: int, call: CallKey, output: Any, handed: Any, start: CallStart | None
     ) -> Any:
         label: Any = call.label
         if self._sink is not None and self._hands_on:
             self._sink.receivers[label](output)
-        options = self.program.options
-        # Asked before a copy takes the place of a tensor.
-        older = [*map(start.has, flatten(output)[0])] if options.gradients else []
-        kept: Any
-        if not self._keeps_outputs or options.offload:
-            # Gradients are received whether anything is kept here or not.
-            if self._keeps_outputs:
-                self._refuse_unkeepable(output, position, label)
-            kept = offload(output) if self._keeps_outputs else NOTHING
+        on_graph: list[Tensor] = []
+        older: list[bool] = []
+        rebuild: Any = None
+        if start is not None:
             on_graph, rebuild = flatten(output)
-        else:
+            # Asked before a copy takes the place of a tensor.
+            older = [start.has(tensor) for tensor in on_graph]
+        kept: Any = NOTHING
+        if self._keeps_outputs:
             self._refuse_unkeepable(output, position, label)
-            # A value that a sink receives at the end of the pass must not have changed by then.
-            kind = COPY if self._sink is not None else self.kinds[OUTPUT][position]
-            kept, on_graph = keep(output, kind, self._copied, handed)
-            rebuild = kept.rebuild
-        if options.gradients:
-            assert self.gradients is not None, "made ahead of the pass"
+            if self.program.options.offload:
+                kept = offload(output)
+            else:
+                # A value that a sink receives at the end of the pass must not have changed by then.
+                kind = COPY if self._sink is not None else self.kinds[OUTPUT][position]
+                kept, on_graph = keep(output, kind, self._copied, handed)
+        if self.gradients is not None:
+            # Gradients are received whether anything is kept here or not.
             self.gradients.attach(call, on_graph, rebuild, older)
         return kept
 
     def _refuse_unkeepable(self, output: Any, position: int, label: DepthIdx) -> None:
-        searched = self.setting.searched
-        layer = self.program.architecture[label]
-        _refuse_unkeepable(output, layer, is_first=position not in searched)
+        layer, searched = self.program.architecture[label], self.setting.searched
+        if isinstance(output, Iterator):
+            raise UnsupportedNetError(
+                f"layer {layer} returns a {type(output).__name__}, which can be read only once, "
+                "and the network reads it: record the layers inside this one"
+            )
+        # This looks at all that an object holds, and so only once in a setting.
+        holder = None if position in searched else holder_out_of_sight(output)
+        if holder is not None:
+            raise UnsupportedNetError(
+                f"layer {layer} returns a {type(holder).__name__} with tensors inside it, as in a "
+                "closure, a bound method or the keys of a dictionary. The network can overwrite "
+                "them, and no record can copy them: let the layer return the tensors themselves, "
+                "or record the layers inside this one"
+            )
         searched.add(position)
+        if private.transform_around() is not None:
+            raise UnsupportedNetError(
+                f"layer {layer} runs inside a torch.func transform (vmap, grad, ...), whose "
+                "tensors die with the transform: record a layer around the transform"
+            )
 
     def finish(self) -> tuple[Records, Records | None]:
         """Check the calls of the pass, and return its activations and inputs.
@@ -368,25 +383,3 @@ class Pass:
         else:
             entries = {label: Recorded(calls.get(label, []), tuple) for label in program.order}
         return Records(program.architecture, entries, what)
-
-
-def _refuse_unkeepable(output: Any, layer: Layer, *, is_first: bool) -> None:
-    if isinstance(output, Iterator):
-        raise UnsupportedNetError(
-            f"layer {layer} returns a {type(output).__name__}, which can be read only once, and "
-            "the network reads it: record the layers inside this one"
-        )
-    # This looks at all that an object holds.
-    holder = holder_out_of_sight(output) if is_first else None
-    if holder is not None:
-        raise UnsupportedNetError(
-            f"layer {layer} returns a {type(holder).__name__} with tensors inside it, as in a "
-            "closure, a bound method or the keys of a dictionary. The network can overwrite them, "
-            "and no record can copy them: let the layer return the tensors themselves, or record "
-            "the layers inside this one"
-        )
-    if private.transform_around() is not None:
-        raise UnsupportedNetError(
-            f"layer {layer} runs inside a torch.func transform (vmap, grad, ...), whose tensors "
-            "die with the transform: record a layer around the transform"
-        )
