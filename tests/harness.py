@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -53,6 +54,16 @@ class Mode:
 
 
 MODES = tuple(Mode(training, context) for training in (False, True) for context in CONTEXTS)
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """Make this process the only one of a distributed group inside the block."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def by_default(cases: Iterable[Case], names: Iterable[str]) -> list[Any]:

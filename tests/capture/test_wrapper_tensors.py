@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +20,7 @@ from scio_recorder.errors import MutationError
 from scio_recorder.tensors.copies import has_memory, inner_tensors, same_bits, version_of
 from scio_recorder.tensors.digests import Weights
 from tests import oracle
+from tests.harness import one_process
 
 
 class Wrapper(Tensor):
@@ -76,17 +76,12 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*MaskedTensors.*")
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*MaskedTensors.*")
+def _distributed() -> Iterator[None]:
+    with one_process():
         yield
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from scio_recorder import RecomputeError, Recorder, RecordingError, open_recording
 from scio_recorder.tensors.digests import Weights, digest_of, weights_digest
+from tests.harness import one_process
 
 
 def by_hand(*tensors: torch.Tensor) -> str:
@@ -120,9 +120,8 @@ def test_what_holds_nothing_is_digested_by_its_kind() -> None:
 
 @pytest.fixture
 def mesh() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    with one_process():
+        yield init_device_mesh("cpu", (1,))
 
 
 def test_sharded_weights(mesh: Any, tmp_path: Any) -> None:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.masked import masked_tensor
 
 from scio_recorder import Recorder, compare
 from scio_recorder.analysis.comparing.difference import Difference
 from tests.capture.test_wrapper_tensors import WRAPPERS
+from tests.harness import one_process
 
 BATCHES = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*MaskedTensors.*")
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*MaskedTensors.*")
+def _distributed() -> Iterator[None]:
+    with one_process():
         yield
 
 
