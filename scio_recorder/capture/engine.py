@@ -133,6 +133,17 @@ class Capture:
         self._known.clear()
 
     @property
+    def latest(self) -> tuple[dict[str, Any], CompiledPass | None]:
+        """All that is known of the latest pass that this thread has run; it can be put back."""
+        return {**vars(self._latest)}, self._compiled
+
+    @latest.setter
+    def latest(self, latest: tuple[dict[str, Any], CompiledPass | None]) -> None:
+        self._forget_latest()
+        vars(self._latest).update(latest[0])
+        self._compiled = latest[1]
+
+    @property
     def activations(self) -> Records:
         """The activations of the latest pass that this thread has run."""
         if self._compiled is not None:

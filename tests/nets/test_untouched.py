@@ -355,6 +355,42 @@ def test_hooks_of_the_recorder_may_come_and_go_meanwhile() -> None:
     assert not any(module._forward_hooks for module in net.modules())
 
 
+class Counting(nn.Module):
+    """Has running statistics, and can be copied or not."""
+
+    def __init__(self, *, can_be_copied: bool) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.lock = None if can_be_copied else threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x))
+
+
+@pytest.mark.parametrize("can_be_copied", [False, True])
+def test_a_recorder_in_the_net_is_as_before(can_be_copied: bool) -> None:
+    net = Counting(can_be_copied=can_be_copied)
+    seen: list[str] = []
+    rnet = Recorder(net, input_size=(2, 4))
+    rnet.record("inner", inputs=True, gradients=True)
+    rnet(torch.randn(3, 4)).sum().backward()
+    net.inner.register_forward_hook(lambda *_: seen.append("hook"))
+
+    def state() -> list[Tensor]:
+        records = rnet.activations["inner"], rnet.inputs["inner"].args[0], rnet.gradients["inner"]
+        return [tensor.clone() for tensor in (*records, *net.buffers())]
+
+    before = state()
+    outer = Recorder(rnet, input_size=(2, 4), mode="train")
+    outer.record("*norm")
+    outer.sweep(*torch.randn(2, 2, 4), lambda out: out.sum())
+    assert all(map(torch.equal, state(), before))
+    seen.clear()
+    rnet(torch.randn(3, 4))
+    assert seen == ["hook"]
+    assert not torch.equal(rnet.activations["inner"], before[0])
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_forward_inside_a_closure_leads_to_the_net_itself(asks: bool) -> None:
     class Wrapped(nn.Module):

@@ -64,7 +64,6 @@ _MACHINERY = (
     *("ctypes", "selectors"),
 )
 _OURS = "scio_recorder."
-# A recorder is a module, but no part of a network.
 _RECORDER = "scio_recorder.recorder"
 # Types of values that never change, or are code.
 _VALUES = (
@@ -164,6 +163,11 @@ def _of_script(value: Any) -> Iterable[tuple[Any, Any]]:
     return [*value.named_parameters(), *value.named_buffers()]
 
 
+def _of_recorder(value: Any) -> Iterable[tuple[Any, Any]]:
+    # Of its own it has only records.
+    return [("net", value.net)]
+
+
 def _member(value: Any, name: str) -> Any:
     try:
         return getattr(value, name)
@@ -217,6 +221,11 @@ _STATES: tuple[tuple[Any, Any, Any], ...] = (
     (RandomState, partial(RandomState.get_state, legacy=False), RandomState.set_state),
     (np.random.BitGenerator, attrgetter("state"), lambda own, was: setattr(own, "state", was)),
 )
+# A recorder in a network records what runs on the side.
+_RECORDS: Any = (
+    lambda recorder: (recorder.capture, recorder.capture.latest),
+    lambda recorder, was: setattr(was[0], "latest", was[1]),
+)
 
 
 class _Kind(NamedTuple):
@@ -238,7 +247,9 @@ def _kind(kind: type) -> _Kind:
     known = () if issubclass(kind, random.SystemRandom) else _STATES
     states = [(read, put_back) for base, read, put_back in known if issubclass(kind, base)]
     is_module = issubclass(kind, nn.Module)
-    if str(kind.__module__).startswith(_RECORDER if is_module else _MACHINERY):
+    if is_module and any(str(base.__module__).startswith(_RECORDER) for base in kind.__mro__):
+        return _Kind([_of_recorder], False, [], None, [_RECORDS], False)
+    if not is_module and str(kind.__module__).startswith(_MACHINERY):
         is_moving = hasattr(kind, "__next__") or hasattr(kind, "qsize")
         return _Kind([], False, [], None, states, is_moving or issubclass(kind, io.IOBase))
     parts = [parts_of for base, parts_of in _PARTS if issubclass(kind, base)]
