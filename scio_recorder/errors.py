@@ -61,6 +61,8 @@ __all__ = [
 
 # Packages between the user's line and the warning: torch's modules, blocks and this package.
 _BETWEEN = ("contextlib", "scio_recorder", "torch")
+# What this library's warnings, of whatever class, have as an attribute.
+_MARK = "is_of_scio_recorder"
 
 
 class RecorderError(Exception):
@@ -232,4 +234,11 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     frame, level = inspect.currentframe(), 1
     while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    warning = category(message)
+    vars(warning)[_MARK] = True
+    warnings.warn(warning, stacklevel=level)
+
+
+def is_own(warning: object) -> bool:
+    """Whether a warning is this library's."""
+    return _MARK in getattr(warning, "__dict__", ())

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from scio_recorder.display.outline import Listing, full_name
-from scio_recorder.errors import CollectWarning
+from scio_recorder.errors import is_own
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording.made_with import in_words
 
@@ -104,8 +104,9 @@ def command_warnings() -> Iterator[None]:
         usual = warnings.showwarning
 
         def show(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:
-            if issubclass(category, CollectWarning):
-                print(f"scio-recorder: warning: {command_message(str(message))}", file=sys.stderr)
+            if is_own(message):
+                text = in_one_line(command_message(str(message)))
+                print(f"scio-recorder: warning: {text}", file=sys.stderr)
             else:
                 usual(message, category, *where, **options)
 

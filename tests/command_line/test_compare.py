@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -100,8 +101,10 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 layers, 12 samples" in capsys.readouterr().out
     assert main([*NETS, *DATA, "--max-batches", "2"]) == 1
     assert "in 6 samples" in capsys.readouterr().out
-    with pytest.warns(UserWarning, match="floor= is ignored"):
+    with warnings.catch_warnings(action="default"):
         assert main([*NETS, *DATA, "--floor", "compare_nets:changed"]) == 1
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("scio-recorder: warning: --floor is ignored")
     assert main([*NETS, *DATA, "--report", "page.html"]) == 1
     assert "wrote page.html" in capsys.readouterr().out
     assert "First difference: 1-4" in Path("page.html").read_text(encoding="utf-8")

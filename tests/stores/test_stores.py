@@ -259,6 +259,7 @@ def test_no_store(store):
         3,
         "",
         b"run",
+        "a\0b",
         "disk:run",
         "gcs://bucket/run",
         "https://me:secret@host/run",

@@ -179,7 +179,7 @@ def place_of(path: str | os.PathLike[str]) -> str:
     """
     place = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     prefix = _PREFIX.match(place)
-    if not place or (prefix is not None and not is_url(place)):
+    if not place or "\0" in place or (prefix is not None and not is_url(place)):
         # The rest of a URL may hold a password.
         given = f'"{prefix[0]}..."' if prefix else repr(path)
         raise RecordingError(
