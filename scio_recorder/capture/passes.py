@@ -136,7 +136,9 @@ class Pass:
         if label is None:
             self.log += index, NOTHING, 0
             return None
-        handed = self.posts.after(label, output, self.program.architecture[label])
+        handed = output
+        if self.posts.acts:
+            handed = self.posts.after(label, output, self.program.architecture[label])
         kept = self._keep(positions[count], CallKey(label, number), output, handed, start)
         self.log += index, kept, 0
         if self._left is not None:
@@ -314,21 +316,19 @@ class Pass:
         if keeps_nothing or options.copy == "always" or options.offload:
             return
         calls = [(OUTPUT, *call) for call in zip(self._positions, self.log[1::3], strict=True)]
-        calls += [(INPUT, *call) for call in self._inputs]
-        kinds, lasting = self.kinds, set()
-        if LEARN in (*kinds[OUTPUT], *kinds[INPUT]):
+        kept = [
+            (what, position, value, self.kinds[what][position])
+            for what, position, value in [*calls, *((INPUT, *call) for call in self._inputs)]
+            if type(value) is KeptValue and value is not NOTHING
+        ]
+        lasting: set[int] = set()
+        if any(kind == LEARN for *_, kind in kept):
             # Batch norm and fused optimisers write to buffers and parameters without a new version.
             root = self.program.architecture[0, 1].module
             own = [] if root is None else [*root.buffers(), *root.parameters()]
             lasting = {memory for tensor in own for memory in memories_of(tensor)}
-        self.setting.learn(
-            kinds,
-            [
-                (what, position, kept.next_kind(kinds[what][position], lasting))
-                for what, position, kept in calls
-                if type(kept) is KeptValue and kept is not NOTHING
-            ],
-        )
+        seen = [(what, at, value.next_kind(kind, lasting)) for what, at, value, kind in kept]
+        self.setting.learn(self.kinds, seen)
 
     def _positions_of(self, modules: list[int]) -> list[int]:
         """Return the positions of the calls, in a pass whose modules returned in another order."""
