@@ -38,6 +38,7 @@ _OPAQUE = (
     ModuleType,
     CodeType,
     weakref.ref,
+    weakref.WeakSet,
     torch.Generator,
     torch.device,
     torch.dtype,

@@ -337,6 +337,15 @@ def test_parts_refer_weakly_to_the_new_structure(make: Any) -> None:
         assert new.part.several[1]["inside"][0].mark is leaf
 
 
+def test_a_weak_set_is_shared_as_weak_references_are() -> None:
+    tensor = torch.ones(2)
+    value = tensor, weakref.WeakSet([tensor])
+    assert holder_out_of_sight(value) is None
+    leaves, rebuild = flatten(value)
+    assert len(leaves) == 1
+    assert rebuild(leaves)[1] is value[1]
+
+
 def test_storages_that_refer_weakly_to_their_owner() -> None:
     old = Data(x=ONE, index=torch.arange(2))
     new = map_tensors(torch.clone, old)
