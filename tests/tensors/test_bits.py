@@ -5,14 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from scio_recorder.tensors import copies
 from scio_recorder.tensors.copies import same_bits
 
 DTYPES = (torch.float32, torch.float16, torch.uint8, torch.bool, torch.float64, torch.complex64)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("offset", [0, 1, 3])
-def test_each_byte_counts(dtype: torch.dtype, offset: int) -> None:
+@pytest.mark.parametrize(("offset", "few"), [(0, 0), (1, 0), (3, 0), (0, 100), (3, 100)])
+def test_each_byte_counts(
+    dtype: torch.dtype, offset: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "_FEW", few)
     for number in (0, 1, 7, 8, 9, 17):
         one = torch.randint(0, 2, (number + offset,)).to(dtype)[offset:]
         assert same_bits(one, one.clone())
