@@ -15,7 +15,7 @@ from scio_recorder.layer import DepthIdx, few
 from scio_recorder.nets.records import Records, copied
 from scio_recorder.postprocessors.assigning import Postprocessor
 from scio_recorder.tensors import private
-from scio_recorder.tensors.structures import holder_out_of_sight, tensors
+from scio_recorder.tensors.structures import holder_out_of_sight, taken_apart, tensors
 
 
 class AroundCompiledRecorder(Around):
@@ -142,7 +142,7 @@ class CompiledPass:
         leaves, _ = private.flatten_registered(value)
         # Anything else is the network's own object, which later layers may have changed.
         own = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and tensors(leaf)]
-        holder = own[0] if own else holder_out_of_sight(value)
+        holder = own[0] if own else holder_out_of_sight(taken_apart(value).shared)
         if holder is not None:
             raise UnsupportedNetError(
                 f"layer {self.program.architecture[label]} returned a {type(holder).__name__}, "

@@ -33,7 +33,7 @@ from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import inner_tensors, memories_of, same_bits, version_of
 from scio_recorder.tensors.ownership import Hold, exchange, own_copy
-from scio_recorder.tensors.structures import Rebuild, flatten, tensors
+from scio_recorder.tensors.structures import Apart, Rebuild, tensors
 
 # The kinds of keeping. LEARN copies and watches whether that was needed. REFERENCE refers to the
 # tensors of a structure, and BARE to an output that is itself a tensor. Of several calls, the one
@@ -96,8 +96,9 @@ class Setting:
         self.kinds = [kind] * len(program.expected), [kind] * len(program.expected)
         self.fast = [False] * len(program.modules)
         self.is_fast = False
-        # The positions whose outputs were searched for tensors that no copy can have.
-        self.searched: set[int] = set()
+        # The positions whose outputs were searched for tensors that no copy can have, each with the
+        # types of what was searched.
+        self.searched: set[tuple[Any, ...]] = set()
 
     def learn(self, before: _Kinds, seen: Iterable[tuple[int, int, int]]) -> None:
         """Keep from now on as a pass has shown: OUTPUT or INPUT, position and kind."""
@@ -185,7 +186,7 @@ NOTHING = KeptValue([], lambda leaves: None, is_tensor=False)
 
 
 def keep(
-    value: Any, kind: int, copied: dict[int, KeptTensor], onward: Any = None
+    apart: Apart, kind: int, copied: dict[int, KeptTensor], onward: Any = None
 ) -> tuple[KeptValue, list[Tensor]]:
     """Keep an input or output, and return it with the tensors that stand for it on the graph.
 
@@ -194,7 +195,7 @@ def keep(
     instead of an output, if anything. Inputs, for which it is left out, are never exchanged: a
     forward must receive what it was given.
     """
-    leaves, rebuild = flatten(value)
+    value, leaves, rebuild, _ = apart
     is_output = onward is not None
     if kind in (REFERENCE, BARE) and is_output and onward is not value:
         # A tensor that a post-processor made from the record itself could change it later.
@@ -245,13 +246,13 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
         return False
 
 
-def offload(value: Any) -> Recorded:
+def offload(apart: Apart) -> Recorded:
     """Start copying every tensor of a structure to host memory, while the network continues.
 
     The copies are issued on the computing stream, where an in-place operation queued later can't
     overtake them. They go to pinned memory, so that the host does not wait.
     """
-    leaves, rebuild = flatten(value)
+    _, leaves, rebuild, _ = apart
     with torch.no_grad():
         copies = [_to_host(leaf.detach()) for leaf in leaves]
     devices = {leaf.device for leaf in leaves if leaf.device.type == "cuda"}

@@ -34,7 +34,7 @@ from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import memories_of
 from scio_recorder.tensors.ownership import Hold, holder
-from scio_recorder.tensors.structures import flatten, holder_out_of_sight
+from scio_recorder.tensors.structures import Apart, holder_out_of_sight, taken_apart
 
 
 class StopForward(BaseException):
@@ -196,10 +196,11 @@ class Pass:
         if self._sink is not None:
             kept = self._sink.keep_inputs(module, value)
         elif self.program.options.offload:
-            kept = offload(value)
+            kept = offload(taken_apart(value))
         else:
             kinds = {self.kinds[INPUT][at] for at in self.program.positions[index]}
-            kept, _ = keep(value, LEARN if LEARN in kinds else max(kinds), self._copied)
+            kind = LEARN if LEARN in kinds else max(kinds)
+            kept, _ = keep(taken_apart(value), kind, self._copied)
         is_noted = self._sink is None and self.program.options.notes_moments
         moment = LiveMoment.of(module, value) if is_noted else None
         self._pending.setdefault(index, []).append(_PendingInputs(args, kept, moment))
@@ -224,36 +225,36 @@ class Pass:
         label: Any = call.label
         if self._sink is not None and self._hands_on:
             self._sink.receivers[label](output)
-        on_graph: list[Tensor] = []
-        older: list[bool] = []
-        rebuild: Any = None
-        if start is not None:
-            on_graph, rebuild = flatten(output)
-            # Asked before a copy takes the place of a tensor.
-            older = [start.has(tensor) for tensor in on_graph]
+        if start is None and not self._keeps_outputs:
+            return NOTHING
+        apart = taken_apart(output)
+        on_graph = apart.leaves
+        # Asked before a copy takes the place of a tensor.
+        older = [start.has(tensor) for tensor in on_graph] if start is not None else []
         kept: Any = NOTHING
         if self._keeps_outputs:
-            self._refuse_unkeepable(output, position, label)
+            self._refuse_unkeepable(apart, position, label)
             if self.program.options.offload:
-                kept = offload(output)
+                kept = offload(apart)
             else:
                 # A value that a sink receives at the end of the pass must not have changed by then.
                 kind = COPY if self._sink is not None else self.kinds[OUTPUT][position]
-                kept, on_graph = keep(output, kind, self._copied, handed)
+                kept, on_graph = keep(apart, kind, self._copied, handed)
         if self.gradients is not None:
             # Gradients are received whether anything is kept here or not.
-            self.gradients.attach(call, on_graph, rebuild, older)
+            self.gradients.attach(call, on_graph, apart.rebuild, older)
         return kept
 
-    def _refuse_unkeepable(self, output: Any, position: int, label: DepthIdx) -> None:
+    def _refuse_unkeepable(self, apart: Apart, position: int, label: DepthIdx) -> None:
         layer, searched = self.program.architecture[label], self.setting.searched
-        if isinstance(output, Iterator):
+        if isinstance(apart.value, Iterator):
             raise UnsupportedNetError(
-                f"layer {layer} returns a {type(output).__name__}, which can be read only once, "
-                "and the network reads it: record the layers inside this one"
+                f"layer {layer} returns a {type(apart.value).__name__}, which can be read only "
+                "once, and the network reads it: record the layers inside this one"
             )
-        # This looks at all that an object holds, and so only once in a setting.
-        holder = None if position in searched else holder_out_of_sight(output)
+        # This looks at all that an object holds, and so only once in a setting for each type.
+        key = (position, *[type(part.held) for part in apart.shared])
+        holder = None if key in searched else holder_out_of_sight(apart.shared)
         if holder is not None:
             raise UnsupportedNetError(
                 f"layer {layer} returns a {type(holder).__name__} with tensors inside it, as in a "
@@ -261,7 +262,7 @@ class Pass:
                 "them, and no record can copy them: let the layer return the tensors themselves, "
                 "or record the layers inside this one"
             )
-        searched.add(position)
+        searched.add(key)
         if private.transform_around() is not None:
             raise UnsupportedNetError(
                 f"layer {layer} runs inside a torch.func transform (vmap, grad, ...), whose "

@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from types import (
     BuiltinFunctionType,
@@ -23,7 +23,7 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -94,8 +94,14 @@ def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
     >>> rebuild(["x", "y"])
     {'a': 'x', 'b': ('y', 3)}
     """
+    _, leaves, rebuild, _ = taken_apart(value)
+    return leaves, rebuild
+
+
+def taken_apart(value: Any) -> Apart:
+    """Take a structure apart as :func:`flatten` does, and say what its copies share with it."""
     if isinstance(value, Tensor):
-        return [value], _first
+        return Apart(value, [value], _first, [])
     leaves: list[Tensor] = []
     slots: dict[int, _Slot] = {}
 
@@ -106,8 +112,9 @@ def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
         return slots[id(tensor)]
 
     # The template holds no tensor, and nothing that the old structure receives later.
-    template = _Copy(Tensor, put_slot).of(value)
-    return leaves, lambda new: _Copy(_Slot, lambda slot: new[slot.index]).of(template)
+    copying = _Copy(Tensor, put_slot)
+    template = copying.of(value)
+    return Apart(value, leaves, _Rebuild(template), copying.shared)
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -157,7 +164,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return rebuild([function(leaf) for leaf in leaves])
 
 
-def holder_out_of_sight(value: Any) -> Any:
+def holder_out_of_sight(shared: Iterable[Shared]) -> Any:
     """Return a part that holds tensors which :func:`flatten` does not find; None if none does.
 
     Such parts are functions with a closure, bound methods, ``functools.partial``, iterators, and
@@ -165,8 +172,8 @@ def holder_out_of_sight(value: Any) -> Any:
 
     Parameters
     ----------
-    value : Any
-        As for :func:`flatten`.
+    shared : iterable
+        What copies of a structure share with it, from `taken_apart`.
 
     Returns
     -------
@@ -175,14 +182,12 @@ def holder_out_of_sight(value: Any) -> Any:
 
     Examples
     --------
-    >>> holder_out_of_sight((torch.ones(2), len)) is None
+    >>> holder_out_of_sight(taken_apart((torch.ones(2), len)).shared) is None
     True
-    >>> holder_out_of_sight((torch.ones(2), torch.ones(2).sum))
+    >>> holder_out_of_sight(taken_apart((torch.ones(2), torch.ones(2).sum)).shared)
     <built-in method sum of Tensor object at ...>
     """
-    copying = _Copy(Tensor, lambda leaf: leaf)
-    copying.of(value)
-    return next((holder for holder, held in copying.shared if _leads_to(held, Tensor)), None)
+    return next((part.holder for part in shared if _leads_to(part.held, Tensor)), None)
 
 
 def _leads_to(value: Any, kind: type, made: Mapping[int, tuple[Any, Any]] | None = None) -> bool:
@@ -232,6 +237,37 @@ def _first(leaves: Sequence[Any]) -> Any:
     return leaves[0]
 
 
+class Apart(NamedTuple):
+    """A structure that was taken apart."""
+
+    value: Any
+    leaves: list[Tensor]
+    rebuild: Rebuild
+    shared: list[Shared]
+
+
+class Shared(NamedTuple):
+    """What a copy of a structure shares with it, and what holds that.
+
+    A dictionary holds its keys, anything else itself.
+    """
+
+    holder: Any
+    held: Any
+
+
+class _Rebuild:
+    """Builds a structure again around other tensors."""
+
+    __slots__ = ("_template",)
+
+    def __init__(self, template: Any) -> None:
+        self._template = template
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        return _Copy(_Slot, lambda slot: leaves[slot.index]).of(self._template)
+
+
 class _Slot:
     """A place for a tensor."""
 
@@ -253,8 +289,7 @@ class _Copy:
         self._replace = replace
         # By the id of the old object, which is held, so that no other object takes its id.
         self._made: dict[int, tuple[Any, Any]] = {}
-        # What is not copied, and what holds it: a dictionary its keys, anything else itself.
-        self.shared: list[tuple[Any, Any]] = []
+        self.shared: list[Shared] = []
 
     def of(self, value: Any, is_inside: bool = False) -> Any:
         """Return the copy of a part; ``is_inside`` an opened object or not."""
@@ -271,7 +306,7 @@ class _Copy:
         if id(value) not in self._made:
             new = self._container(value, is_inside)
             if new is value:
-                self.shared.append((value, value))
+                self.shared.append(Shared(value, value))
             # It may have been made while its parts were.
             self._made.setdefault(id(value), (value, new))
         return self._made[id(value)][1]
@@ -291,7 +326,7 @@ class _Copy:
             behind: dict[Any, Any] = {}
             new: Any = self._started(value, MappingProxyType(behind))
             behind.update((key, self.of(item, is_inside)) for key, item in value.items())
-            self.shared += [(value, key) for key in behind]
+            self.shared += [Shared(value, key) for key in behind]
             return new
         if kind in _VIEWS:
             base, name = _VIEWS[kind]
@@ -327,7 +362,7 @@ class _Copy:
             # Read by the base's method: transformers' ModelOutput overrides access by key.
             for key, item in base.items(value):
                 base.__setitem__(new, key, self.of(item, is_inside))
-                self.shared.append((value, key))
+                self.shared.append(Shared(value, key))
         if kind in _BARE:
             return new
         return self._with_attributes(new, value, is_inside or not is_container)
@@ -341,7 +376,7 @@ class _Copy:
             object.__setattr__(new, name, self.of(getattr(old, name), is_inside))
         if isinstance(old, defaultdict):
             new.default_factory = old.default_factory
-            self.shared.append((old, old.default_factory))
+            self.shared.append(Shared(old, old.default_factory))
         return new
 
 

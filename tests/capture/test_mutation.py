@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -364,9 +365,9 @@ def test_only_the_first_pass_looks_at_all_that_an_output_holds(
     looked: list[Any] = []
     search = passes.holder_out_of_sight
 
-    def look(output: Any) -> Any:
-        looked.append(output)
-        return search(output)
+    def look(shared: Any) -> Any:
+        looked.append(shared)
+        return search(shared)
 
     monkeypatch.setattr(passes, "holder_out_of_sight", look)
     layer = Net(lambda net, x: {"hidden": net.inner(x), "say": str.upper}, inner=linear())
@@ -374,3 +375,18 @@ def test_only_the_first_pass_looks_at_all_that_an_output_holds(
     for _ in range(3):
         rnet(torch.ones(3, 4))
     assert len(looked) == 1
+
+
+@pytest.mark.parametrize("holds", [lambda found: found, lambda found: SimpleNamespace(say=found)])
+def test_a_later_pass_that_returns_what_no_copy_can_have_is_refused(holds: Any) -> None:
+    def forward(net: Any, x: Tensor) -> Any:
+        hidden = net.inner(x)
+        return {"sum": hidden.sum(), "say": holds(hidden.tolist if net.says else None)}
+
+    layer = Net(forward, inner=linear(), says=False)
+    rnet = recorder(nn.Sequential(layer), "0")
+    for _ in range(2):
+        rnet(torch.ones(3, 4))
+    layer.says = True
+    with pytest.raises(UnsupportedNetError, match="with tensors inside it"):
+        rnet(torch.ones(3, 4))

@@ -450,3 +450,23 @@ def test_copies_and_files_of_records_hold_what_the_records_held(again: Any) -> N
     with pytest.raises(MutationError):
         lost["1"]
     assert same_bits(lost["0"], twin["0"])
+
+
+def structure(net: Any, x: Tensor) -> Any:
+    return {"twice": x * 2, "both": (x, [x + 1])}
+
+
+def hand_on(net: Any, x: Tensor) -> Any:
+    return net.layer(x)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_copies_and_files_of_records_hold_structures_and_inputs(again: Any) -> None:
+    rnet = recorder(Net(hand_on, layer=Net(structure)), "layer", inputs=True)
+    x = torch.randn(3, 4)
+    with torch.no_grad(), rnet.watch() as passes:
+        rnet.net(x)
+    for records in (again(rnet.activations), again(passes)[0]):
+        assert same_bits(records["layer"]["both"][1][0], x + 1)
+    for inputs in (again(rnet.inputs), again(passes.inputs)[0]):
+        assert same_bits(inputs["layer"].args[0], x)

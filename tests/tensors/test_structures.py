@@ -27,6 +27,7 @@ from scio_recorder.tensors.structures import (
     flatten,
     holder_out_of_sight,
     map_tensors,
+    taken_apart,
     tensors,
 )
 
@@ -340,7 +341,7 @@ def test_parts_refer_weakly_to_the_new_structure(make: Any) -> None:
 def test_a_weak_set_is_shared_as_weak_references_are() -> None:
     tensor = torch.ones(2)
     value = tensor, weakref.WeakSet([tensor])
-    assert holder_out_of_sight(value) is None
+    assert holder_out_of_sight(taken_apart(value).shared) is None
     leaves, rebuild = flatten(value)
     assert len(leaves) == 1
     assert rebuild(leaves)[1] is value[1]
@@ -420,7 +421,7 @@ OUT_OF_SIGHT: dict[str, Any] = {
 @pytest.mark.parametrize("kind", OUT_OF_SIGHT)
 def test_holders_out_of_sight_are_found_at_any_depth(kind: str) -> None:
     for holder in (OUT_OF_SIGHT[kind](ONE.clone()), [{"a": (1, OUT_OF_SIGHT[kind](ONE.clone()))}]):
-        assert holder_out_of_sight(holder) is not None
+        assert holder_out_of_sight(taken_apart(holder).shared) is not None
 
 
 IN_SIGHT: list[Any] = [
@@ -438,7 +439,7 @@ IN_SIGHT: list[Any] = [
 
 @pytest.mark.parametrize("value", IN_SIGHT, ids=lambda value: type(value).__name__)
 def test_what_is_rebuilt_or_holds_no_tensor_is_no_such_holder(value: Any) -> None:
-    assert holder_out_of_sight(value) is None
+    assert holder_out_of_sight(taken_apart(value).shared) is None
 
 
 def test_slots_whose_names_begin_with_two_underscores() -> None:
