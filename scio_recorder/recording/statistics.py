@@ -88,16 +88,16 @@ class RunningStatistics:
             self._add_units(parts[0], self._type_name)
 
     def _add(self, values: Tensor) -> None:
-        finite = values
+        finite, ends = values, torch.stack(values.aminmax())
         # Both extremes are finite only if everything is.
-        if not torch.stack(values.aminmax()).isfinite().all():
-            finite = values[values.isfinite()]
+        if not ends.isfinite().all():
+            finite = ends = values[values.isfinite()]
             self.nans += int(values.isnan().sum())
             self._below += int(values.isneginf().sum())
             self._above += int(values.isposinf().sum())
         self._moments.update(finite.double())
-        self._low.update(finite)
-        self._high.update(finite)
+        self._low.update(ends)
+        self._high.update(ends)
         self.num_finite += len(finite)
         # A sum of floats takes a fraction of the time that a sum of booleans takes.
         is_zero = torch.eq(finite, 0, out=torch.empty_like(finite))

@@ -100,7 +100,9 @@ class Alive(RowReduction):
         # are few positions. Booleans have a smallest value, but no absolute values.
         low = values.amin(0).amin(-1).to(self._dtype)
         high = values.amax(0).amax(-1).to(self._dtype)
-        active = (values > 0).sum(0).sum(-1)
+        # A sum of floats takes a fraction of the time that a sum of booleans takes.
+        is_active = torch.gt(values, 0, out=torch.empty_like(values, dtype=torch.float32))
+        active = is_active.sum(0, dtype=torch.float64).sum(-1).long()
         at_bound = torch.zeros_like(active)
         if self._bounds is not None:
             at_bound = _is_at_bound(values, self._bounds).sum(0).sum(-1)

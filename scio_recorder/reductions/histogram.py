@@ -14,7 +14,7 @@ from scio_recorder.reductions.base import By, Label, SampleReduction
 from scio_recorder.tensors.arguments import whole
 
 # Values handled at once: their temporaries stay in the cache.
-_PORTION = 2**18
+_PORTION = 2**16
 
 
 class Bins:
@@ -34,26 +34,29 @@ class Bins:
     """
 
     def __init__(self, low: float, high: float, count: int) -> None:
-        self._count, self._range = count, (low, high)
+        self._count, self._low = count, low
         # A range may be wider than the largest float.
         scale = 1.0 if math.isfinite(high - low) else 2.0
         self.edges = torch.from_numpy(np.linspace(low / scale, high / scale, count + 1) * scale)
+        self._per_unit = count / (high - low)
         # NumPy refuses such a range, and bins narrower than float64 resolves.
         narrowest = 2.0**-46 * max(abs(low), abs(high))
-        self._is_for_numpy = scale == 1.0 and bool((self.edges.diff() > narrowest).all())
+        is_resolved = scale == 1.0 and bool((self.edges.diff() > narrowest).all())
+        self._is_regular = is_resolved and math.isfinite(self._per_unit)
 
     def tally(self, values: Tensor) -> Tensor:
         """Return the numbers of values [n] below, in each bin and above, [bins + 2]; no NaNs."""
-        if values.device.type == "cpu" and self._is_for_numpy:
-            # Several times as fast as a search; of a copy, as an array fixes the memory's size.
-            array = values.to(torch.float64, copy=True).numpy()
-            inside, _ = np.histogram(array, self._count, self._range)
-            below, above = (array < self._range[0]).sum(), (array > self._range[1]).sum()
-            return torch.from_numpy(np.array([below, *inside, above]))
-        begins = self.edges.to(values.device, copy=True)
+        begins, values = self.edges.to(values.device, copy=True), values.double()
         # The last bin is closed.
         begins[-1] = torch.nextafter(begins[-1], torch.full_like(begins[-1], math.inf))
-        places = torch.bucketize(values.double(), begins, right=True)
+        if self._is_regular:
+            # A value is in one of the bins on either side of the edge that is nearest to it, as
+            # nearly as float64 tells. That takes a fraction of the time of a search.
+            nearest = (values - self._low).mul_(self._per_unit).clamp_(0, self._count)
+            places = nearest.round_().long()
+            places += values >= begins.index_select(0, places)
+        else:
+            places = torch.bucketize(values, begins, right=True)
         return torch.bincount(places, minlength=self._count + 2)
 
 
