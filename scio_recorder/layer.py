@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,29 @@ DepthIdx: TypeAlias = tuple[int, int]
 _T = TypeVar("_T")
 
 _PRINTED_LABEL = re.compile(r"\s*([0-9]{1,18})\s*-\s*([0-9]{1,18})\s*")
+
+
+class OperationIdx(NamedTuple):
+    """The key of an operation: a call of a torch function by the own code of a layer.
+
+    Examples
+    --------
+    >>> key = OperationIdx(3, 2, "softmax", 0)
+    >>> str(key), key == (3, 2, "softmax", 0), sorted([key, (3, 3), (3, 2)])[0]
+    ('3-2/softmax:0', True, (3, 2))
+    """
+
+    depth: int
+    idx: int
+    function: str
+    index: int  # type: ignore[assignment]  # tuples have a method of this name
+
+    def __str__(self) -> str:
+        return text_of(self)
+
+
+# The key of what can be recorded.
+RowIdx: TypeAlias = DepthIdx | OperationIdx
 
 
 class Label(tuple[int, int]):
@@ -146,7 +170,7 @@ class Layer:
         Number of parameters, those of submodules included.
     executed : bool
         Whether it ran at labelling. Only such layers can be recorded.
-    completion : int or None
+    completion : float or None
         Its rank among all executed calls in the order in which they returned.
     output_spec : Any
         The output's structure with a ``TensorSpec`` for every tensor.
@@ -172,7 +196,7 @@ class Layer:
     input_shape: Any
     num_params: int
     executed: bool
-    completion: int | None
+    completion: float | None
     output_spec: Any
     shard: Shard | None = None
     called_as: Any = None
@@ -194,6 +218,57 @@ class Layer:
 
     def __str__(self) -> str:
         return f"{self.label} {self.name or '(root)'} ({self.type_name})"
+
+
+@dataclass(frozen=True, eq=False)
+class Operation(Layer):
+    """A call of a torch function by the own code of a layer, which returned tensors.
+
+    It is a row as a layer is: ``module`` is the one whose own code made the call, ``type_name`` the
+    function, and ``completion`` lies between those of the layers that returned before and after.
+
+    Parameters
+    ----------
+    layer : Layer
+        The call of the module whose own code made it.
+    file : str
+        The file of the line that made it: of the innermost frame outside of torch between the
+        operation and the module's ``forward``, or of that ``forward`` if all is torch's own.
+    line : int
+        The number of that line.
+    source : str
+        The line.
+
+    Examples
+    --------
+    >>> from scio_recorder import Recorder
+    >>> rnet = Recorder(nn.Linear(4, 2), input_size=(1, 4))
+    >>> [operation] = rnet.operations().values()
+    >>> operation.name, operation.function, operation.index, operation.output_shape
+    ('/linear:0', 'linear', 0, (1, 2))
+    >>> operation.source
+    'return F.linear(input, self.weight, self.bias)'
+    """
+
+    label: OperationIdx  # type: ignore[assignment]  # a key of its own kind
+    layer: Layer = dataclasses.field(kw_only=True)
+    file: str = ""
+    line: int = 0
+    source: str = ""
+
+    @property
+    def function(self) -> str:
+        """Name of the function, without double underscores."""
+        return self.label.function
+
+    @property
+    def index(self) -> int:
+        """Which call of the function it is, in this call of the module, from 0."""
+        return self.label.index
+
+    def __str__(self) -> str:
+        where = f" ({os.path.basename(self.file)}:{self.line})" if self.file else ""
+        return f"{text_of(self.label)} {self.name}{where}"
 
 
 def not_its_label(layer: Layer) -> str:
@@ -268,15 +343,16 @@ def few(items: Sequence[_T], most: int, show: Callable[[_T], str] = str) -> str:
     return ", ".join(map(show, items[:most])) + more
 
 
-def text_of(label: DepthIdx) -> str:
+def text_of(label: RowIdx) -> str:
     """Return the printed form of a label.
 
     Examples
     --------
-    >>> text_of((1, 3))
-    '1-3'
+    >>> text_of((1, 3)), text_of(OperationIdx(1, 3, "add", 0))
+    ('1-3', '1-3/add:0')
     """
-    return f"{label[0]}-{label[1]}"
+    layer = f"{label[0]}-{label[1]}"
+    return f"{layer}/{label.function}:{label.index}" if isinstance(label, OperationIdx) else layer
 
 
 def label_of(key: object) -> Label | None:
@@ -296,6 +372,17 @@ def label_of(key: object) -> Label | None:
         return Label((operator.index(key[0]), operator.index(key[1])))
     except TypeError:
         return None
+
+
+def is_operation_key(key: object) -> bool:
+    """Whether a key may be that of an operation, if no layer has it.
+
+    Examples
+    --------
+    >>> is_operation_key("h.3/add"), is_operation_key((3, 2, "add", 0)), is_operation_key("h.3")
+    (True, True, False)
+    """
+    return "/" in key if isinstance(key, str) else isinstance(key, tuple) and len(key) == 4
 
 
 def map_leaves(

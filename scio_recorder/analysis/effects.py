@@ -13,7 +13,7 @@ from torch import Tensor
 from scio_recorder.display.figure import draw_effects
 from scio_recorder.display.outline import Listed, Listing, full_name, visible
 from scio_recorder.errors import ArgumentError, needing
-from scio_recorder.layer import DepthIdx, Layer, counted, text_of
+from scio_recorder.layer import Layer, RowIdx, counted, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
 
@@ -67,7 +67,7 @@ class Effects(Listed):
     """
 
     architecture: Architecture
-    labels: tuple[DepthIdx, ...]
+    labels: tuple[RowIdx, ...]
     positions: list[int] | None
     values: Tensor
     clean: float
@@ -85,7 +85,7 @@ class Effects(Listed):
         change: Tensor = self.values - self.corrupted
         return change / (self.clean - self.corrupted)
 
-    def __getitem__(self, key: DepthIdx | str) -> Tensor:
+    def __getitem__(self, key: RowIdx | str) -> Tensor:
         """Return the values of one layer, by label or name: 0-d, or [positions]."""
         rows = dict(zip(self.labels, self.values, strict=True))
         found: Tensor = LayerMapping(self.architecture, rows, "effect")[key]

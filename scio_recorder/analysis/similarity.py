@@ -35,7 +35,7 @@ from scio_recorder.display.figure import draw_matrix
 from scio_recorder.display.outline import full_name, visible
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ArgumentError, ComparisonError, needing
-from scio_recorder.layer import DepthIdx, Layer, label_of
+from scio_recorder.layer import Layer, RowIdx, label_of
 from scio_recorder.recording import Recording
 from scio_recorder.recording.loader import rows_of
 from scio_recorder.reductions.base import undisturbed
@@ -218,7 +218,7 @@ class Similarity:
         return f"Linear CKA of {sides} over {self.num_rows:,} rows"
 
 
-def _samples_of(recording: Recording, layers: object, name: str) -> dict[DepthIdx, Tensor]:
+def _samples_of(recording: Recording, layers: object, name: str) -> dict[RowIdx, Tensor]:
     """Return the values of the layers to be compared."""
     selectors: Sequence[object] = () if layers is None else (layers,)
     if isinstance(layers, list | tuple) and label_of(layers) is None:
@@ -237,7 +237,7 @@ def _device(samples: Sequence[Tensor]) -> torch.device:
 
 
 def _features(
-    samples: Mapping[DepthIdx, Tensor], order: Tensor | None, device: torch.device
+    samples: Mapping[RowIdx, Tensor], order: Tensor | None, device: torch.device
 ) -> list[_Features]:
     found = []
     with progress_bar("reading layers", len(samples)) as advance:

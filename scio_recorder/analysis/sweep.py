@@ -32,7 +32,7 @@ from scio_recorder.errors import (
     UnsupportedNetError,
     warn,
 )
-from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.layer import Layer, RowIdx
 from scio_recorder.layer import describe as spec_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, shown_shapes
@@ -46,7 +46,7 @@ from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 
 Positions: TypeAlias = Literal["all"] | Iterable[int] | None
 # Takes a layer's output, and returns what the network goes on with; None for the same.
-_Replace: TypeAlias = Callable[[DepthIdx, Any], Any]
+_Replace: TypeAlias = Callable[[RowIdx, Any], Any]
 
 
 def sweep(
@@ -96,7 +96,7 @@ class _Runs:
         self._net, self._program = capture.net, capture.program
         self._metric, self._state = metric, state
         # Copies of what the layers return in the clean run, which is the first.
-        self.outputs: dict[DepthIdx, Any] = {}
+        self.outputs: dict[RowIdx, Any] = {}
         self._counts: Counter[int] = Counter()
         self._replace: _Replace | None = None
         self.hooks = CallHooks()
@@ -131,7 +131,7 @@ class _Runs:
         label = self._program.labels[positions[count]] if count < len(positions) else None
         return None if label is None else self._replace(label, output)
 
-    def check(self, at: DepthIdx, output: Any) -> None:
+    def check(self, at: RowIdx, output: Any) -> None:
         """Copy a layer's output in the clean run, and compare its shape in other runs."""
         if at not in self.outputs:
             refuse_transforms("patched")
@@ -149,7 +149,7 @@ class _Runs:
 def _patched(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions) -> Effects:
     """Return the metric of a run for each layer and position."""
 
-    def patch(patched_at: DepthIdx, position: int | None) -> _Replace:
+    def patch(patched_at: RowIdx, position: int | None) -> _Replace:
         return lambda at, output: (
             patched(output, runs.outputs[at], position) if at == patched_at else None
         )
@@ -270,7 +270,7 @@ def _has_positions(tensor: Tensor, first: Tensor | None = None) -> bool:
 
 
 def _places(
-    architecture: Architecture, outputs: dict[DepthIdx, Any], positions: Positions
+    architecture: Architecture, outputs: dict[RowIdx, Any], positions: Positions
 ) -> list[int] | None:
     """Return positions as a list; refuse some that not all outputs have."""
     for at, output in outputs.items():
@@ -353,9 +353,9 @@ def _shared(layer: Layer, output: Any, clean: Any, *, by_position: bool) -> tupl
 
 def _estimated(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions) -> Effects:
     """Return first-order estimates of the same, from one pass forward and backward."""
-    shares: dict[DepthIdx, Tensor] = {}
+    shares: dict[RowIdx, Tensor] = {}
 
-    def share(at: DepthIdx, output: Any) -> Any:
+    def share(at: RowIdx, output: Any) -> Any:
         runs.check(at, output)
         given = runs.architecture[at], output, runs.outputs[at]
         shares[at], copies = _shared(*given, by_position=positions is not None)

@@ -37,7 +37,7 @@ from scio_recorder.tensors.structures import flatten
 if TYPE_CHECKING:
     from scio_recorder.capture.gradients import CallKey, Gradients
     from scio_recorder.capture.program import Program
-    from scio_recorder.layer import DepthIdx
+    from scio_recorder.layer import RowIdx
 
 
 # The index of a called module, and which of its calls it was.
@@ -167,11 +167,11 @@ class Rerun:
         handed = self.posts.after(label, output, self._layer(label))
         return None if handed is output else handed
 
-    def inputs_again(self, label: DepthIdx, args: Any, kwargs: Any) -> Any:
+    def inputs_again(self, label: RowIdx, args: Any, kwargs: Any) -> Any:
         """Do to inputs what the first run did to them."""
         return self.posts.before(label, args, kwargs, self._layer(label))
 
-    def _layer(self, label: DepthIdx) -> Any:
+    def _layer(self, label: RowIdx) -> Any:
         program = self._program()
         return label if program is None else program.architecture[label]
 

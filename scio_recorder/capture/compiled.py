@@ -11,11 +11,16 @@ from torch import Tensor
 from scio_recorder.capture.around import Around
 from scio_recorder.capture.program import Program
 from scio_recorder.errors import FlowError, PostprocessorError, UnsupportedNetError
-from scio_recorder.layer import DepthIdx, few
+from scio_recorder.layer import RowIdx, few
 from scio_recorder.nets.records import Records, copied
 from scio_recorder.postprocessors.assigning import Postprocessor
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import holder_out_of_sight, taken_apart, tensors
+
+_COMPILED = (
+    "the pass was compiled, and operations are seen in passes that are not: run the recorder "
+    "without torch.compile"
+)
 
 
 class AroundCompiledRecorder(Around):
@@ -41,7 +46,7 @@ class CompiledPass:
     """The state of one pass while it is traced; records are detached copies."""
 
     def __init__(
-        self, program: Program, posts: dict[DepthIdx, Postprocessor] | None, keeps: bool
+        self, program: Program, posts: dict[RowIdx, Postprocessor] | None, keeps: bool
     ) -> None:
         self.program = program
         self.posts = posts
@@ -49,7 +54,7 @@ class CompiledPass:
         # Whether a post-processor runs, whose own calls of modules are no part of the pass.
         self.is_aside = False
         self.counts: dict[int, int] = {}
-        self.values: dict[DepthIdx, Any] = {}
+        self.values: dict[RowIdx, Any] = {}
         # The modules that have hooks of others behind ours, whose changes a record misses.
         self.hooks_behind: dict[int, bool] = {}
         self.has_hooks = True
@@ -99,9 +104,11 @@ class CompiledPass:
     def records(self) -> Records:
         """Return copies of the activations; raise as `checked` does."""
         copies = {label: copied(value) for label, value in self.checked().items()}
-        return Records(self.program.architecture, copies)
+        records = Records(self.program.architecture, copies)
+        records.reasons = dict.fromkeys(self.program.own_code, _COMPILED)
+        return records
 
-    def checked(self) -> dict[DepthIdx, Any]:
+    def checked(self) -> dict[RowIdx, Any]:
         """Return the activations themselves, by label.
 
         Raises
@@ -120,8 +127,9 @@ class CompiledPass:
                 "run the pass again, which compiles it anew"
             )
         if not program.counts_calls:
-            values = {label: values.get(label, ()) for label in program.order}
-        elif wrong := program.wrong_calls(self.counts):
+            layers = [label for label in program.order if label not in program.own_code]
+            values = {label: values.get(label, ()) for label in layers}
+        elif wrong := program.wrong_calls(self.counts, of_functions=False):
             raise FlowError(
                 "in the compiled pass, modules with recorded layers ran more or less often than at "
                 f"labelling: {'; '.join(wrong)}. Compile the recorder after record(), and call it "
@@ -138,7 +146,7 @@ class CompiledPass:
         layers = few(self.program.layers_of(self.hooks_behind), 4)
         return f"another hook acts behind the recorder's on {layers}" if layers else None
 
-    def _check_is_copy(self, label: DepthIdx, value: Any) -> None:
+    def _check_is_copy(self, label: RowIdx, value: Any) -> None:
         leaves, _ = private.flatten_registered(value)
         # Anything else is the network's own object, which later layers may have changed.
         own = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and tensors(leaf)]

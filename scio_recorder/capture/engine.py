@@ -21,7 +21,7 @@ from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Program, RecordOptions, Sink
 from scio_recorder.capture.watch import Watcher
 from scio_recorder.errors import PostprocessorError, RecorderError, UnsupportedNetError, warn
-from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.layer import Layer, RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, Records
 from scio_recorder.nets.sharded import Shards, is_sharded
@@ -43,8 +43,8 @@ _MAX_SETTINGS = 64
 class CallStates(NamedTuple):
     """What calls of one pass need to run again as they ran."""
 
-    moments: Mapping[DepthIdx, LiveMoment]
-    posts: Mapping[DepthIdx, Postprocessor]
+    moments: Mapping[RowIdx, LiveMoment]
+    posts: Mapping[RowIdx, Postprocessor]
 
 
 class _Latest(threading.local):
@@ -88,7 +88,7 @@ class Capture:
         self,
         net: nn.Module,
         architecture: Architecture,
-        recording: tuple[DepthIdx, ...] = (),
+        recording: tuple[RowIdx, ...] = (),
         options: RecordOptions | None = None,
     ) -> None:
         self.net = net
@@ -108,7 +108,7 @@ class Capture:
         self._reruns = Reruns()
         self.site = Site(self._reruns)
         sees_inputs = self.options.inputs or bool(self.options.gradients)
-        self._hooks = Hooks(self.program.modules, self.site, sees_inputs)
+        self._hooks = Hooks(self.program, self.site, sees_inputs)
         self._latest = _Latest()
         # The latest pass, if it was compiled.
         self._compiled: CompiledPass | None = None
@@ -304,9 +304,21 @@ class Capture:
         self._known[key] = setting
         if not self._has_warned:
             self._has_warned = warn_of_other_kernels(
-                fusable(self.architecture), self.program.modules, "recorded"
+                [*fusable(self.architecture), *self._fused_attention()],
+                self.program.modules,
+                "recorded",
             )
         return setting
+
+    def _fused_attention(self) -> list[Layer]:
+        """Return the layers that torch runs by another kernel if a function mode is around them."""
+        own_code = {id(self.program.modules[index]) for index in self.program.functions}
+        rows = self.architecture.values()
+        return [
+            row
+            for row in rows
+            if isinstance(row.module, nn.MultiheadAttention) and id(row.module) in own_code
+        ]
 
     def _warn_of_detached(self, compiled: CompiledPass) -> None:
         if compiled.is_on_graph and not self._has_warned_of_detached:
@@ -341,7 +353,7 @@ class Capture:
         net: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        posts: dict[DepthIdx, Postprocessor] | None,
+        posts: dict[RowIdx, Postprocessor] | None,
         records_outputs: bool,
     ) -> Any:
         """Run the network while it is compiled."""
@@ -349,6 +361,11 @@ class Capture:
             raise PostprocessorError(
                 "OnInput can't act in a compiled pass: call the recorder without torch.compile, "
                 "or let the post-processor act on the output of the layer before"
+            )
+        if any(label in self.program.own_code for label in posts or ()):
+            raise PostprocessorError(
+                "a post-processor can't act on an operation in a compiled pass: call the recorder "
+                "without torch.compile, or let it act on a layer"
             )
         current = CompiledPass(self.program, posts, records_outputs)
         # After a pass that failed, hooks come back with the next pass that is not compiled, or when
@@ -385,6 +402,11 @@ class Capture:
 
     def hand_on_compiled(self, call: Callable[[], Any], sink: Sink) -> Any:
         """Run a compiled recorder, and hand its records to a sink, so that none are left."""
+        if self.program.own_code:
+            raise UnsupportedNetError(
+                "operations are seen in passes that are not compiled, and the recorder is: collect "
+                "with a recorder that is not compiled, or record layers"
+            )
         self.prepare_compiled()
         self._forget_latest()
         output = call()

@@ -28,7 +28,7 @@ from torch.utils.hooks import unserializable_hook
 
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import ArgumentError
-from scio_recorder.layer import DepthIdx
+from scio_recorder.layer import RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Recorded, Records
 from scio_recorder.tensors import private
@@ -37,7 +37,7 @@ from scio_recorder.tensors.ownership import HeldTensor
 from scio_recorder.tensors.structures import Rebuild
 
 # As RemovableHandle wants them.
-GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[DepthIdx, Any]], object]]"
+GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[RowIdx, Any]], object]]"
 LEFT_OUT = (
     "it returned a tensor that existed before its call, such as its input, or a parameter, and "
     "autograd adds up the gradients of all uses of that. See the layer that made the tensor, let "
@@ -48,7 +48,7 @@ LEFT_OUT = (
 class CallKey(NamedTuple):
     """One call of a module in a pass."""
 
-    label: DepthIdx | None  # None if it is not recorded
+    label: RowIdx | None  # None if it is not recorded
     number: int = 0  # among the calls of the pass, if a label stands for all of them
 
 
@@ -101,7 +101,7 @@ class Gradients:
         self._accumulates = options.gradients == "accumulate"
         self._arrived: list[_Arrived] = []
         # The layers of which gradients are left out, see NOTE [Gradients that are left out].
-        self._left_out: set[DepthIdx | None] = set()
+        self._left_out: set[RowIdx | None] = set()
         self.starts = CallStarts()
 
     def attach(
@@ -185,7 +185,7 @@ class _Delivery:
         arrived: Sequence[_Arrived],
         value_of: Callable[[CallKey, int, Rebuild], Any],
         join: Callable[[list[Any]], Any],
-    ) -> dict[DepthIdx, Any]:
+    ) -> dict[RowIdx, Any]:
         """Return the value of the only call of each layer that was reached, or all joined."""
         reached = {call.label for one in arrived for call in one}
         found: dict[Any, list[Any]] = {}

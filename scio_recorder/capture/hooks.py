@@ -26,12 +26,14 @@ from scio_recorder.capture.around import (
     wrappers,
 )
 from scio_recorder.capture.keeping import NOTHING
+from scio_recorder.capture.own_code import AroundOwnCode, OwnCodeHook
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
     from scio_recorder.capture.checkpoint_regions import Reruns
     from scio_recorder.capture.compiled import CompiledPass
     from scio_recorder.capture.passes import Pass
+    from scio_recorder.capture.program import Program
 
 
 class _Local(threading.local):
@@ -40,6 +42,8 @@ class _Local(threading.local):
     active: Pass | None = None
     # The log of the active pass, if all its hooks may simply append to it.
     log: list[Any] | None = None
+    # The function mode of the own code that runs just now, if operations in it are recorded.
+    own_code: Any = None
     # True while calls of modules must be ignored: the recorder runs the network without a pass,
     # since nothing is recorded, or a post-processor or transform runs.
     is_idle = False
@@ -98,8 +102,8 @@ class ModuleHook(Uncopied):
         self.name = site.name
         self.local = site.local
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Take the module's output.
+    def after(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        """Take the module's output, or that of an operation, which has no module.
 
         Every recorded layer pays for this path in every pass.
         """
@@ -152,7 +156,7 @@ class ModuleHook(Uncopied):
                 if one.site is self.site:
                     one.current.called_in_other_threads.add(self.index)
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+    def before(self, module: nn.Module | None, args: Any, kwargs: Any = None) -> Any:
         """Take the inputs of the module's forward; return those that it receives instead.
 
         There are no keyword arguments if another thread is just adding or removing this hook, which
@@ -167,10 +171,10 @@ class ModuleHook(Uncopied):
             return site.reruns.inputs_again(self.index, args, kwargs)
         return None
 
-    def after_traced(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after_traced(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         """Take a compiled module's output, while the network around it is compiled."""
         compiled = TRACED.get(self.name)
-        if compiled is None:
+        if compiled is None or module is None:
             return None
         is_behind = False
         for hook in private.forward_hooks(module)[0].values():
@@ -190,6 +194,7 @@ class AroundCompiled(Around):
 
     def __init__(self, hook: ModuleHook, with_inputs: set[int], module: nn.Module) -> None:
         self.hook = hook
+        self.site = hook.site
         # The indices of the modules whose inputs are looked at: more may come.
         self._with_inputs = with_inputs
         self._module = weakref.ref(module)
@@ -210,13 +215,19 @@ class AroundCompiled(Around):
         return output if changed is None else changed
 
 
+_Hook = ModuleHook | OwnCodeHook
+
+
 class Hooks:
     """The hooks of one program, attached or not."""
 
-    def __init__(self, modules: tuple[nn.Module, ...], site: Site, with_inputs: bool) -> None:
-        self._modules = modules
+    def __init__(self, program: Program, site: Site, with_inputs: bool) -> None:
+        self._modules = program.modules
+        self._functions = program.functions
+        # The modules that recorded own code may call.
+        self._called = program.called if program.functions else []
         self._site = site
-        self._with_inputs = set(range(len(modules))) if with_inputs else set()
+        self._with_inputs = set(range(len(self._modules))) if with_inputs else set()
         self._checked_at = -1
         # Set when all are attached, and cleared before the first is removed: an interruption can
         # come between any two.
@@ -240,14 +251,36 @@ class Hooks:
                     module.register_forward_hook(hook.after)
                 if index in self._with_inputs and not self._own(before):
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
+            self._attach_to_own_code(module, self._functions.get(index, {}))
             keep_out_of_copies(module)
+        for module in self._called:
+            self._put_around(module, {})
         self._move_behind_others()
         self.is_attached = True
+
+    def _attach_to_own_code(self, module: nn.Module, functions: Mapping[str, int]) -> None:
+        # Nothing is seen of compiled code.
+        if not functions or private.calls_compiled(module):
+            return
+        after, before = private.forward_hooks(module)
+        hook = OwnCodeHook(self._site)
+        if not self._own(after, OwnCodeHook):
+            module.register_forward_hook(hook.pause, prepend=True)
+        if not self._own(before, OwnCodeHook):
+            module.register_forward_pre_hook(hook.resume)
+        self._put_around(
+            module, {name: ModuleHook(index, self._site) for name, index in functions.items()}
+        )
+
+    def _put_around(self, module: nn.Module, hooks: Mapping[str, ModuleHook]) -> None:
+        calls = (call for call in wrappers(module) if isinstance(call, AroundOwnCode))
+        if all(call.site is not self._site for call in calls):
+            AroundOwnCode(module, self._site, hooks).put_around(module)
 
     def _is_newly_compiled(self, module: nn.Module) -> bool:
         """Whether a module is compiled, and our hook is not outside of the compiled call."""
         return private.calls_compiled(module) and not any(
-            isinstance(call, AroundCompiled) and call.hook.site is self._site
+            isinstance(call, AroundCompiled) and call.site is self._site
             for call in wrappers(module)
         )
 
@@ -257,24 +290,23 @@ class Hooks:
 
     def _detach(self) -> None:
         self.is_attached = False
-        for module in self._modules:
+        for module in (*self._modules, *self._called):
             self._remove_from(module)
 
     def _remove_from(self, module: nn.Module) -> None:
-        site = self._site
-        take_out(module, lambda call: isinstance(call, AroundCompiled) and call.hook.site is site)
+        take_out(module, lambda call: getattr(call, "site", None) is self._site)
         for hooks in private.forward_hooks(module):
-            for number in self._own(hooks):
+            for number in self._own(hooks) + self._own(hooks, OwnCodeHook):
                 private.remove_hook(module, number)
         let_copy(module)
 
-    def _own(self, hooks: Mapping[int, Any]) -> list[int]:
+    def _own(self, hooks: Mapping[int, Any], kind: type[_Hook] = ModuleHook) -> list[int]:
         """Return the numbers of our hooks: they are looked for, as interruptions lose handles."""
         owners = [(number, getattr(hook, "__self__", None)) for number, hook in entries(hooks)]
         return [
             number
             for number, owner in owners
-            if isinstance(owner, ModuleHook) and owner.site is self._site
+            if isinstance(owner, kind) and owner.site is self._site
         ]
 
     def make_last(self) -> None:
@@ -303,8 +335,11 @@ class Hooks:
     def _move_behind_others(self) -> None:
         next_id = RemovableHandle.next_id
         for module in self._modules:
-            for hooks in private.forward_hooks(module):
-                own = self._own(hooks)
+            after, before = private.forward_hooks(module)
+            for number in self._own(after, OwnCodeHook):
+                after.move_to_end(number, last=False)
+            for hooks, last in (after, []), (before, self._own(before, OwnCodeHook)):
+                own = self._own(hooks) + last
                 for number in own if list(hooks)[-len(own) :] != own else ():
                     # Other threads, which call the module meanwhile, must not miss it.
                     hooks.move_to_end(number)

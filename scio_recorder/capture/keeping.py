@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.capture.program import Program
-from scio_recorder.layer import DepthIdx
+from scio_recorder.layer import RowIdx
 from scio_recorder.nets.records import Recorded
 from scio_recorder.nets.records import copied as as_complete
 from scio_recorder.postprocessors.assigning import Assigned
@@ -94,7 +94,7 @@ class Setting:
         self._program = program
         kind = REFERENCE if program.options.copy == "never" else LEARN
         self.kinds = [kind] * len(program.expected), [kind] * len(program.expected)
-        self.fast = [False] * len(program.modules)
+        self.fast = program.never_fast
         self.is_fast = False
         # The positions whose outputs were searched for tensors that no copy can have, each with the
         # types of what was searched.
@@ -119,7 +119,7 @@ class Setting:
             ]
             self.kinds, self.is_fast = kinds, all(self.fast)
 
-    def copy(self, what: int, label: DepthIdx) -> None:
+    def copy(self, what: int, label: RowIdx) -> None:
         """Copy a layer's output or inputs, from the next pass on."""
         self.learn(self.kinds, [(what, self._program.labels.index(label), COPY)])
 

@@ -23,9 +23,10 @@ from scio_recorder.capture.keeping import (
     keep,
     offload,
 )
+from scio_recorder.capture.own_code import refuse_checkpointed
 from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError, UnsupportedNetError
-from scio_recorder.layer import DepthIdx, few
+from scio_recorder.layer import RowIdx, few
 from scio_recorder.nets.calling_names import calling_name
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
 from scio_recorder.nets.refusals import cast_for
@@ -89,6 +90,8 @@ class Pass:
         # The number of selected calls before the pass may stop.
         self._left = len(program.order) if stops and program.counts_calls else None
         options = program.options
+        # Whether anything looks at the inputs of operations.
+        self.sees_inputs = bool(options.inputs or options.gradients or posts.acts)
         is_simple = not posts.acts and records_outputs and sink is None and not stops
         self.fast = setting.fast if is_simple else program.never_fast
         self.is_fast = is_simple and setting.is_fast
@@ -106,7 +109,7 @@ class Pass:
         self._starts: dict[int, int] = {}
         self._pending: dict[int, list[_PendingInputs]] = {}
         # The state in which calls with recorded inputs ran.
-        self.moments: dict[DepthIdx, LiveMoment] = {}
+        self.moments: dict[RowIdx, LiveMoment] = {}
         self.gradients: Gradients | None = None
         self.rerun: Rerun | None = None
         # Whether every call so far took the fast path, which logs bare tensors.
@@ -138,7 +141,10 @@ class Pass:
             return None
         handed = output
         if self.posts.acts:
-            handed = self.posts.after(label, output, self.program.architecture[label])
+            row = self.program.architecture[label]
+            if index >= len(self.program.modules) and label in self.posts.functions:
+                refuse_checkpointed(row)
+            handed = self.posts.after(label, output, row)
         kept = self._keep(positions[count], CallKey(label, number), output, handed, start)
         self.log += index, kept, 0
         if self._left is not None:
@@ -169,12 +175,14 @@ class Pass:
                 self.rerun.note(index, CallKey(label), starts=True)
             if label in self.posts.on_inputs:
                 layer = self.program.architecture[label]
+                if index >= len(self.program.modules):
+                    refuse_checkpointed(layer)
                 changed = args, kwargs = self.posts.before(label, args, kwargs, layer)
         if self.program.options.inputs:
             self._keep_inputs(index, args, kwargs)
         return changed
 
-    def _assign_inputs(self, index: int, args: Any, position: int, label: DepthIdx | None) -> None:
+    def _assign_inputs(self, index: int, args: Any, position: int, label: RowIdx | None) -> None:
         """Assign inputs to a call that has returned, and drop those of calls that failed in it."""
         pending = self._pending.get(index)
         if not pending:
@@ -191,9 +199,13 @@ class Pass:
 
     def _keep_inputs(self, index: int, args: Any, kwargs: Any) -> None:
         """Keep inputs until the call returns: calls may fail, and modules may call themselves."""
-        value, module = Inputs(args, dict(kwargs)), self.program.modules[index]
+        value, modules = Inputs(args, dict(kwargs)), self.program.modules
+        module = modules[index] if index < len(modules) else None
         kept: Any
-        if self._sink is not None:
+        if self._sink is not None and module is None:
+            # Inputs are stored to run calls again, as those of operations can't.
+            return
+        if self._sink is not None and module is not None:
             kept = self._sink.keep_inputs(module, value)
         elif self.program.options.offload:
             kept = offload(taken_apart(value))
@@ -202,7 +214,7 @@ class Pass:
             kind = LEARN if LEARN in kinds else max(kinds)
             kept, _ = keep(taken_apart(value), kind, self._copied)
         is_noted = self._sink is None and self.program.options.notes_moments
-        moment = LiveMoment.of(module, value) if is_noted else None
+        moment = LiveMoment.of(module, value) if is_noted and module is not None else None
         self._pending.setdefault(index, []).append(_PendingInputs(args, kept, moment))
 
     def explain(self, error: Exception, inputs: Inputs) -> None:
@@ -245,7 +257,7 @@ class Pass:
             self.gradients.attach(call, on_graph, apart.rebuild, older)
         return kept
 
-    def _refuse_unkeepable(self, apart: Apart, position: int, label: DepthIdx) -> None:
+    def _refuse_unkeepable(self, apart: Apart, position: int, label: RowIdx) -> None:
         layer, searched = self.program.architecture[label], self.setting.searched
         if isinstance(apart.value, Iterator):
             raise UnsupportedNetError(
@@ -344,7 +356,9 @@ class Pass:
     def _check_counts(self, modules: list[int]) -> None:
         # A pass that was stopped lacks the calls that would have come later.
         last = self.program.last + 1 if self._left == 0 else None
-        wrong = [f"\n  {text}" for text in self.program.wrong_calls(Counter(modules), last)]
+        counts, program = Counter(modules), self.program
+        found = program.wrong_calls(counts, last) or program.wrong_own_code(modules, last)
+        wrong = [f"\n  {text}" for text in found]
         if wrong:
             raise FlowError(
                 "modules with recorded layers ran more or less often than at labelling, so labels "

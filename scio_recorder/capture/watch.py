@@ -26,7 +26,7 @@ from scio_recorder.errors import (
     SelectorTypeError,
     UnsupportedNetError,
 )
-from scio_recorder.layer import DepthIdx
+from scio_recorder.layer import RowIdx
 from scio_recorder.nets.records import Records
 from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.tensors.arguments import whole
@@ -120,7 +120,7 @@ class Passes(Sequence[Records]):
     def __repr__(self) -> str:
         return f"Passes({len(self)})"
 
-    def cat(self, key: DepthIdx | str, dim: int = 0) -> Tensor:
+    def cat(self, key: RowIdx | str, dim: int = 0) -> Tensor:
         """Join the outputs of a layer in all passes.
 
         Parameters

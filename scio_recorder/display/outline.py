@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from scio_recorder.layer import DepthIdx, Layer, counted
+from scio_recorder.layer import Layer, RowIdx, counted
 
 # A structure of outputs, usually the net's own, must not widen the whole table.
 _WIDEST_SHAPE = 36
@@ -43,10 +43,10 @@ class Outline:
 
     title: str
     rows: Sequence[Layer]
-    recorded: Collection[DepthIdx] = ()
+    recorded: Collection[RowIdx] = ()
     mark: str = "recorded"
-    remarks: Mapping[DepthIdx, str] = field(default_factory=dict)
-    alarms: Collection[DepthIdx] = ()
+    remarks: Mapping[RowIdx, str] = field(default_factory=dict)
+    alarms: Collection[RowIdx] = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Node:
     remark: str | None = None
 
 
-def outline(what: str, rows: Sequence[Layer], recorded: Collection[DepthIdx] | None) -> Outline:
+def outline(what: str, rows: Sequence[Layer], recorded: Collection[RowIdx] | None) -> Outline:
     """Return rows with a title such as ``Recorder: ResNet, 3 of 63 layers recorded``.
 
     Examples

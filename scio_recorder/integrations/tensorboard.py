@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from scio_recorder.errors import ArgumentError, LayerNotFoundError
-from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.layer import RowIdx, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.recording import Recording
@@ -101,7 +101,7 @@ def add_activations(
             writer.add_histogram(f"{tag}/{name}", finite, global_step, walltime=walltime)
 
 
-def _with_tensors(activations: LayerMapping[Any]) -> list[DepthIdx]:
+def _with_tensors(activations: LayerMapping[Any]) -> list[RowIdx]:
     labels = activations.stored if isinstance(activations, Recording) else activations
     if not labels:
         raise LayerNotFoundError(
@@ -111,7 +111,7 @@ def _with_tensors(activations: LayerMapping[Any]) -> list[DepthIdx]:
     return list(labels)
 
 
-def _names(architecture: Architecture, labels: list[DepthIdx]) -> dict[DepthIdx, str]:
+def _names(architecture: Architecture, labels: list[RowIdx]) -> dict[RowIdx, str]:
     calls = Counter(row.name or row.type_name for row in architecture.values())
     names = {row.label: row.name or row.type_name for row in map(architecture.__getitem__, labels)}
     return {

@@ -21,9 +21,14 @@ from scio_recorder.layer import (
     DepthIdx,
     Label,
     Layer,
+    Operation,
+    OperationIdx,
+    RowIdx,
     Shard,
     TensorSpec,
     counted,
+    few,
+    is_operation_key,
     label_of,
     not_its_label,
     shapes_of,
@@ -35,6 +40,8 @@ _FORMAT = 1
 # Beyond this, torch can't address a tensor, and products of lengths would grow without bound.
 _LARGEST = 2**63 - 1
 _DEEPEST = 64
+# What an operation says of the line that made it.
+_LINE = {"file": str, "line": int, "source": str}
 # Fields of a layer that are written unchanged.
 _PLAIN = {"name": str, "type_name": str, "call": int, "executed": bool, "num_params": int}
 
@@ -54,6 +61,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
     names : mapping of str to iterable of (int, int)
         The labels of the rows of each module, for every qualified name that it has in the net: a
         shared module has several.
+    operations : iterable of Operation
+        Those inside layers that can be looked up as layers are; they are not counted among these.
 
     Examples
     --------
@@ -71,17 +80,28 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
       1-2 ReLU 1            (1, 3)
     """
 
-    def __init__(self, layers: Iterable[Layer], names: Mapping[str, Iterable[DepthIdx]]) -> None:
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        names: Mapping[str, Iterable[DepthIdx]],
+        operations: Iterable[Operation] = (),
+    ) -> None:
         self._rows: Mapping[DepthIdx, Layer] = MappingProxyType(
             {layer.label: layer for layer in layers}
         )
         self._names = MappingProxyType({name: tuple(labels) for name, labels in names.items()})
+        self.operations: Mapping[OperationIdx, Operation] = MappingProxyType(
+            {operation.label: operation for operation in operations}
+        )
         # The number of processes that see the same samples, as far as it is known.
         self.num_sharing = 1
 
-    def __getitem__(self, key: DepthIdx | str) -> Layer:
+    def __getitem__(self, key: RowIdx | str) -> Layer:
         found = self._rows.get(key) if isinstance(key, Label) else None
-        return found or self._rows[self.resolve(key)]
+        return found or self._row(self.resolve(key))
+
+    def _row(self, label: RowIdx) -> Layer:
+        return self.operations[label] if isinstance(label, OperationIdx) else self._rows[label]
 
     def __iter__(self) -> Iterator[DepthIdx]:
         return iter(self._rows)
@@ -100,7 +120,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
 
     # A proxy can't be pickled, and the index by module must not survive a copy of the modules.
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (tuple(self._rows.values()), dict(self._names))
+        operations = tuple(self.operations.values())
+        return type(self), (tuple(self._rows.values()), dict(self._names), operations)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Architecture):
@@ -140,6 +161,35 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         }
         self._rows = MappingProxyType(rows)
 
+    def with_operations(self, operations: Iterable[Operation]) -> Self:
+        """Return the same layers with other operations inside them.
+
+        Parameters
+        ----------
+        operations : iterable of Operation
+            Those that can be looked up.
+        """
+        found = type(self)(self._rows.values(), self._names, operations)
+        found.num_sharing = self.num_sharing
+        return found
+
+    def around(self, labels: Iterable[RowIdx]) -> Self:
+        """Return the same layers, of the operations only all calls of the functions of some.
+
+        Parameters
+        ----------
+        labels : iterable of (int, int) or OperationIdx
+            Those of layers don't matter.
+        """
+        chosen = [self.operations[label] for label in labels if isinstance(label, OperationIdx)]
+        if not self.operations:
+            return self
+        functions = {(id(one.module), one.function) for one in chosen}
+        rows = self.operations.values()
+        return self.with_operations(
+            one for one in rows if (id(one.module), one.function) in functions
+        )
+
     @property
     def names(self) -> tuple[str, ...]:
         """All qualified names in the net, including aliases of shared modules."""
@@ -158,17 +208,18 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         text = json.dumps(rows, ensure_ascii=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def resolve(self, key: object) -> DepthIdx:
+    def resolve(self, key: object) -> RowIdx:
         """Return the label of a key.
 
         Parameters
         ----------
-        key : (int, int), str or torch.nn.Module
-            ``(1, 3)``, ``"1-3"``, a qualified name that stands for one layer only, or a module.
+        key : (int, int), OperationIdx, str or torch.nn.Module
+            ``(1, 3)``, ``"1-3"``, a qualified name that stands for one layer only, or a module; or
+            ``"1-3/add:0"`` and the like for an operation.
 
         Returns
         -------
-        (int, int)
+        (int, int) or OperationIdx
             A label of this architecture.
 
         Raises
@@ -184,6 +235,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         (1, 1)
         """
         label = label_of(key)
+        if is_operation_key(key) and key not in self._names:
+            return self._resolve_operation(key)
         if isinstance(key, str):
             if label is not None and label in self._rows:
                 return label
@@ -260,7 +313,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         """
         return self._calls.get(id(module), ())
 
-    def in_order(self, labels: Iterable[DepthIdx]) -> list[DepthIdx]:
+    def in_order(self, labels: Iterable[RowIdx]) -> list[RowIdx]:
         """Return labels in the order of execution, which is the order in which calls return.
 
         All lists of layers have this order. Trees don't.
@@ -283,10 +336,10 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         >>> architecture.in_order(architecture)
         [(1, 1), (1, 2), (0, 1)]
         """
-        ranks = [(self._rows[label].completion, label) for label in labels]
+        ranks = [(self._row(label).completion, label) for label in labels]
         return [label for _, label in sorted([(-1 if at is None else at, k) for at, k in ranks])]
 
-    def enclosing(self, label: DepthIdx) -> list[DepthIdx]:
+    def enclosing(self, label: RowIdx) -> list[DepthIdx]:
         """Return the calls inside which a layer ran, the nearest first, without the layer itself.
 
         Parameters
@@ -307,6 +360,9 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         >>> label_net(net, input_size=(1, 2))[1].enclosing((2, 1))
         [(1, 1), (0, 1)]
         """
+        if isinstance(label, OperationIdx):
+            owner = self.operations[label].layer.label
+            return [owner, *self.enclosing(owner)]
         # Rows stand in the order in which calls start.
         ended = self._rows[label].completion
         found: list[DepthIdx] = []
@@ -335,7 +391,9 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         """
         layers = [_encode_layer(layer) for layer in self.values()]
         names = {name: [list(label) for label in labels] for name, labels in self._names.items()}
-        plain = {"format": _FORMAT, "layers": layers, "names": names}
+        plain: dict[str, Any] = {"format": _FORMAT, "layers": layers, "names": names}
+        if self.operations:
+            plain["operations"] = [_encode_operation(one) for one in self.operations.values()]
         return {**plain, "fingerprint": self.fingerprint}
 
     @classmethod
@@ -365,11 +423,12 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         """
         try:
             layers, names, written = _decode(data)
+            operations = _decode_operations(data, layers)
         # Any value may be anywhere, so reading it can fail in any of these ways.
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             problem = f"entry {error} is missing" if isinstance(error, KeyError) else str(error)
             raise RecordingError(f"architecture: {problem}") from error
-        architecture = cls(layers, names)
+        architecture = cls(layers, names, operations)
         if written != architecture.fingerprint:
             raise RecordingError(
                 f"architecture: its fingerprint is {architecture.fingerprint}, but {written!r} is "
@@ -380,10 +439,51 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
     @cached_property
     def _calls(self) -> dict[int, tuple[DepthIdx, ...]]:
         calls: dict[int, list[DepthIdx]] = {}
-        for row in map(self._rows.__getitem__, self.in_order(self)):
+        for row in map(self._row, self.in_order(self)):
             if row.executed and row.module is not None:
                 calls.setdefault(id(row.module), []).append(row.label)
         return {key: tuple(found) for key, found in calls.items()}
+
+    def operations_of(self, key: object) -> list[OperationIdx]:
+        """Return the operations that an ``OperationIdx`` or a text stands for.
+
+        Parameters
+        ----------
+        key : OperationIdx or str
+            ``LAYER/FUNCTION``, for all calls of the function, or ``LAYER/FUNCTION:K``. Both sides
+            may be globs; without anything before the slash it is of the root.
+        """
+        if not isinstance(key, str):
+            return [label for label in self.operations if label == key]
+        layer, _, function = key.rpartition("/")
+        function, _, index = function.partition(":")
+        own = self._layers_at(layer)
+        return [
+            label
+            for label in self.operations
+            if (label.depth, label.idx) in own
+            and fnmatch.fnmatchcase(label.function, function)
+            and index in ("", str(label.index))
+        ]
+
+    def _layers_at(self, text: str) -> set[DepthIdx]:
+        label = label_of(text)
+        if label is not None and label in self._rows:
+            return {label}
+        names = [text] if text in self._names else fnmatch.filter(self._names, text)
+        return {label for name in names for label in self._names[name]}
+
+    def _resolve_operation(self, key: Any) -> OperationIdx:
+        found = self.operations_of(key)
+        if len(found) == 1:
+            return found[0]
+        if found:
+            shown = few(found, _SHOWN, text_of)
+            raise LayerNotFoundError(
+                f"{key!r} is ambiguous, since it stands for the operations {shown}: write one of "
+                "these"
+            )
+        raise LayerNotFoundError(no_such_operation(key, self))
 
     def _outline(self) -> Outline:
         return outline("Architecture", list(self.values()), None)
@@ -495,6 +595,40 @@ def _decode_layer(row: Any) -> Layer:
     )
 
 
+def _encode_operation(operation: Operation) -> dict[str, Any]:
+    return {
+        "label": list(operation.label),
+        "completion": operation.completion,
+        "output_spec": _encode_tree(operation.output_spec),
+        **{name: getattr(operation, name) for name in _LINE},
+    }
+
+
+def _decode_operations(data: Any, layers: Iterable[Layer]) -> list[Operation]:
+    around = {layer.label: layer for layer in layers}
+    operations = [_decode_operation(row, around) for row in data.get("operations", ())]
+    if len({one.label for one in operations}) != len(operations):
+        raise ValueError("two operations have the same label")
+    return operations
+
+
+def _decode_operation(row: Any, around: Mapping[Label, Layer]) -> Operation:
+    depth, idx, function, index = row["label"]
+    completion = row["completion"]
+    line = {name: row[name] for name in _LINE}
+    if [type(function), *map(type, line.values())] != [str, *_LINE.values()]:
+        raise TypeError(f"the operation {row['label']!r} has an entry of another type")
+    if type(completion) not in (int, float) or not -1 <= completion <= _LARGEST:
+        raise ValueError(f"the number {completion!r} is out of range")
+    return operation_row(
+        OperationIdx(_number(depth), _number(idx, 1), function, _number(index)),
+        around[_decode_label((depth, idx))],
+        completion,
+        _decode_tree(row["output_spec"]),
+        *line.values(),
+    )
+
+
 def _decode_tree(value: Any, depth: int = 0) -> Any:
     if value is None:
         return None
@@ -527,6 +661,34 @@ def _number(value: Any, least: int = 0) -> int:
     return value
 
 
+def operation_row(
+    label: OperationIdx,
+    layer: Layer,
+    completion: float,
+    output_spec: Any,
+    file: str,
+    line: int,
+    source: str,
+) -> Operation:
+    """Return the row of an operation in the own code of a layer."""
+    return Operation(
+        label=label,
+        name=f"{layer.name}/{label.function}:{label.index}",
+        module=layer.module,
+        type_name=label.function,
+        call=layer.call,
+        input_shape=None,
+        num_params=0,
+        executed=True,
+        completion=completion,
+        output_spec=output_spec,
+        layer=layer,
+        file=file,
+        line=line,
+        source=source,
+    )
+
+
 # -- messages about a label or a name that no layer has --------------------------------------------
 
 
@@ -556,6 +718,18 @@ def no_such_name(name: str, names: Iterable[str]) -> str:
     "no module has the qualified name 'conv'; the closest name is 'conv1'"
     """
     return f"no module has the qualified name {name!r}; {offer(name, names)}"
+
+
+def no_such_operation(key: Any, architecture: Architecture) -> str:
+    """Return a sentence: no operation is known by a key, and which ones are near."""
+    text = key if isinstance(key, str) else "/".join(map(str, (text_of(key[:2]), *key[2:])))
+    layer, _, function = text.rpartition("/")
+    inside = architecture.operations_of(f"{layer}/*")
+    if inside:
+        functions = dict.fromkeys(label.function for label in inside)
+        return f"no operation is {text!r}: {offer(function.partition(':')[0], functions)}"
+    hint = f"{offer(layer, architecture.names)}" if layer else "its own code calls none"
+    return f"no operation is {text!r}, as no layer {layer!r} with operations is known; {hint}"
 
 
 def offer(wanted: str, names: Iterable[str]) -> str:

@@ -35,7 +35,12 @@ def takes_hooks(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def hooked(
-    net: nn.Module, before: _Hook | None = None, after: _Hook | None = None, *, always: bool = False
+    net: nn.Module,
+    before: _Hook | None = None,
+    after: _Hook | None = None,
+    *,
+    always: bool = False,
+    first: bool = False,
 ) -> Iterator[None]:
     """Keep hooks around the forward of all modules of a net inside the block.
 
@@ -48,6 +53,8 @@ def hooked(
         output)``.
     always : bool, default False
         Whether ``after`` is also called after exceptions, with None.
+    first : bool, default False
+        Put them before other hooks rather than behind them.
 
     Examples
     --------
@@ -59,12 +66,13 @@ def hooked(
     [tensor(0.)]
     """
     with contextlib.ExitStack() as stack:
+        options: dict[str, Any] = {"with_kwargs": True, "prepend": first}
         for module in filter(takes_hooks, net.modules()):
             if before is not None:
-                handle = module.register_forward_pre_hook(before, with_kwargs=True)
+                handle = module.register_forward_pre_hook(before, **options)
                 stack.callback(handle.remove)
             if after is not None:
-                handle = module.register_forward_hook(after, with_kwargs=True, always_call=always)
+                handle = module.register_forward_hook(after, always_call=always, **options)
                 stack.callback(handle.remove)
         yield
 

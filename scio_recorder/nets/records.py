@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, Typ
 from torch import Tensor, nn
 
 from scio_recorder.errors import LayerNotFoundError, MutationError
-from scio_recorder.layer import DepthIdx, describe, few, map_leaves, text_of
+from scio_recorder.layer import RowIdx, describe, few, is_operation_key, map_leaves, text_of
 from scio_recorder.nets.architecture import Architecture, nearest
 from scio_recorder.tensors.copies import dtype_name
 from scio_recorder.tensors.ownership import HeldTensor, holder
@@ -97,7 +97,7 @@ class Inputs(NamedTuple):
         return dict(found)
 
 
-class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
+class LayerMapping(Mapping["RowIdx", T], Generic[T]):
     """A read-only mapping over layers, in the order of execution.
 
     If its values hold tensors, it is printed as their shapes, one line for each layer.
@@ -123,13 +123,11 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
 
     why_none = ""
     # By layer, why it has no value.
-    reasons: Mapping[DepthIdx, str] = {}
+    reasons: Mapping[RowIdx, str] = {}
 
-    def __init__(self, architecture: Architecture, values: Mapping[DepthIdx, T], what: str) -> None:
+    def __init__(self, architecture: Architecture, values: Mapping[RowIdx, T], what: str) -> None:
         self._architecture = architecture
-        self._values: Mapping[DepthIdx, T] = {
-            at: values[at] for at in architecture.in_order(values)
-        }
+        self._values: Mapping[RowIdx, T] = {at: values[at] for at in architecture.in_order(values)}
         self._what = what
 
     @property
@@ -137,7 +135,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
         """The labelled net to which the keys belong."""
         return self._architecture
 
-    def __getitem__(self, key: DepthIdx | str) -> T:
+    def __getitem__(self, key: RowIdx | str) -> T:
         label = self._label(key)
         if label not in self._values:
             raise LayerNotFoundError(self._explain(label))
@@ -149,7 +147,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
         except LayerNotFoundError:
             return False
 
-    def __iter__(self) -> Iterator[DepthIdx]:
+    def __iter__(self) -> Iterator[RowIdx]:
         return iter(self._values)
 
     def __len__(self) -> int:
@@ -168,17 +166,19 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
             lines.append(f"... and {len(self) - _LISTED:,} more layers")
         return "\n".join(lines)
 
-    def _look(self, label: DepthIdx) -> Any:
+    def _look(self, label: RowIdx) -> Any:
         """Return a value of which only shapes are shown."""
         return self._values[label]
 
-    def _get(self, label: DepthIdx) -> T:
+    def _get(self, label: RowIdx) -> T:
         return self._values[label]
 
-    def _label(self, key: object) -> DepthIdx:
+    def _label(self, key: object) -> RowIdx:
         """Resolve a key; the name of a module with several calls will do if only one is here."""
-        rows: Sequence[DepthIdx] = ()
-        if isinstance(key, str):
+        rows: Sequence[RowIdx] = ()
+        if is_operation_key(key) and key not in self._architecture.names:
+            rows = self._architecture.operations_of(key)
+        elif isinstance(key, str):
             rows = self._architecture.rows_of(key)
         elif isinstance(key, nn.Module):
             rows = self._architecture.calls(key)
@@ -187,7 +187,7 @@ class LayerMapping(Mapping["DepthIdx", T], Generic[T]):
             return own[0]
         return self._architecture.resolve(key)
 
-    def _explain(self, label: DepthIdx) -> str:
+    def _explain(self, label: RowIdx) -> str:
         layer = self._architecture[label]
         if label in self.reasons:
             return f"there is no {self._what} of layer {layer}: {self.reasons[label]}"
@@ -299,21 +299,21 @@ class Records(LayerMapping[Any]):
     def __init__(
         self,
         architecture: Architecture,
-        entries: Mapping[DepthIdx, Entry] | None = None,
+        entries: Mapping[RowIdx, Entry] | None = None,
         what: str = "activation",
     ) -> None:
         self._architecture = architecture
         self._what = what
         # Called with a layer whose record was only a reference and turned out to be overwritten.
-        self.copy_from_now_on: Callable[[DepthIdx], None] | None = None
-        self._entries: Mapping[DepthIdx, Entry] | None = {} if entries is None else entries
+        self.copy_from_now_on: Callable[[RowIdx], None] | None = None
+        self._entries: Mapping[RowIdx, Entry] | None = {} if entries is None else entries
         self._columns: tuple[Any, Any, Any] = ((), (), ())
 
     @classmethod
     def of_tensors(
         cls,
         architecture: Architecture,
-        labels: Sequence[DepthIdx],
+        labels: Sequence[RowIdx],
         tensors: Sequence[Tensor],
         versions: Sequence[int],
     ) -> Records:
@@ -327,7 +327,7 @@ class Records(LayerMapping[Any]):
         return records
 
     @property
-    def _values(self) -> Mapping[DepthIdx, Entry]:  # type: ignore[override]  # a plain attribute
+    def _values(self) -> Mapping[RowIdx, Entry]:  # type: ignore[override]  # a plain attribute
         with _BUILDING:
             if self._entries is None:
                 hold = holder()
@@ -336,18 +336,18 @@ class Records(LayerMapping[Any]):
                 self._columns = ((), (), ())
         return self._entries
 
-    def peek(self, label: DepthIdx) -> Any:
+    def peek(self, label: RowIdx) -> Any:
         """Return a record that may refer to memory to which other code writes."""
         return self._intact(label).peek()
 
-    def _get(self, label: DepthIdx) -> Any:
+    def _get(self, label: RowIdx) -> Any:
         return self._intact(label).read()
 
-    def _look(self, label: DepthIdx) -> Any:
+    def _look(self, label: RowIdx) -> Any:
         # Shapes can be shown even if values were overwritten; nothing is copied for them.
         return self._values[label].peek()
 
-    def _intact(self, label: DepthIdx) -> Entry:
+    def _intact(self, label: RowIdx) -> Entry:
         entry = self._values[label]
         if not entry.is_intact:
             if self.copy_from_now_on is not None:
@@ -355,7 +355,7 @@ class Records(LayerMapping[Any]):
             raise MutationError(self._explain_mutation(label))
         return entry
 
-    def _explain_mutation(self, label: DepthIdx) -> str:
+    def _explain_mutation(self, label: RowIdx) -> str:
         changed = (
             f"the {self._what} of layer {self._architecture[label]} was changed in place, or its "
             "memory was freed, after it was recorded: later in the pass, or since, as by `output "

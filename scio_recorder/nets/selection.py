@@ -13,12 +13,22 @@ from typing import Any, TypeVar
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError, RecorderError, SelectorTypeError
-from scio_recorder.layer import DepthIdx, Label, Layer, label_of, not_its_label
+from scio_recorder.layer import (
+    Label,
+    Layer,
+    Operation,
+    OperationIdx,
+    RowIdx,
+    is_operation_key,
+    label_of,
+    not_its_label,
+)
 from scio_recorder.nets.architecture import (
     LABEL_WITH_IT,
     Architecture,
     no_such_label,
     no_such_name,
+    no_such_operation,
     offer,
 )
 from scio_recorder.nets.hookable import takes_hooks
@@ -28,7 +38,7 @@ _T = TypeVar("_T")
 _GLOB = re.compile(r"[*?\[]")
 
 
-def select(architecture: Architecture, selectors: Sequence[object]) -> tuple[DepthIdx, ...]:
+def select(architecture: Architecture, selectors: Sequence[object]) -> tuple[RowIdx, ...]:
     """Return the layers that the selectors match.
 
     Parameters
@@ -39,7 +49,8 @@ def select(architecture: Architecture, selectors: Sequence[object]) -> tuple[Dep
         Each is a label (``(1, 3)`` or ``"1-3"``), a qualified name or a glob over names
         (``fnmatch``: ``*`` crosses dots), a compiled pattern to be searched in the name, a module
         type, a module, or a predicate ``Layer -> bool``. Names and modules stand for all their
-        calls. Globs, patterns, types and predicates skip layers that did not run.
+        calls. Globs, patterns, types and predicates skip layers that did not run. Operations are
+        chosen by an ``OperationIdx``, or by a text with a slash: ``"h.*/add:1"``, ``"3-2/add"``.
 
     Returns
     -------
@@ -61,19 +72,23 @@ def select(architecture: Architecture, selectors: Sequence[object]) -> tuple[Dep
     >>> select(architecture, ["1-2", nn.Linear])
     ((1, 1), (1, 2))
     """
-    chosen: set[DepthIdx] = set()
+    chosen: set[RowIdx] = set()
     for selector in selectors:
         chosen.update(_matches(architecture, selector))
-    return tuple(sorted((int(depth), int(index)) for depth, index in chosen))
+    return tuple(sorted(map(_plain, chosen)))
+
+
+def _plain(label: RowIdx) -> RowIdx:
+    return label if isinstance(label, OperationIdx) else (int(label[0]), int(label[1]))
 
 
 def by_selector(
     architecture: Architecture,
-    recorded: Collection[DepthIdx],
+    recorded: Collection[RowIdx],
     given: Mapping[Any, _T],
     what: str,
     error: type[RecorderError],
-) -> dict[DepthIdx, _T]:
+) -> dict[RowIdx, _T]:
     """Return the entry of a mapping for each recorded layer that a selector among its keys matches.
 
     Parameters
@@ -96,7 +111,7 @@ def by_selector(
     LayerNotFoundError
         A selector matches no layer.
     """
-    chosen: dict[DepthIdx, _T] = {}
+    chosen: dict[RowIdx, _T] = {}
     for selector, entry in given.items():
         found = [label for label in select(architecture, [selector]) if label in recorded]
         if not found:
@@ -113,7 +128,7 @@ def by_selector(
     return chosen
 
 
-def select_modules(architecture: Architecture, selectors: Sequence[object]) -> tuple[DepthIdx, ...]:
+def select_modules(architecture: Architecture, selectors: Sequence[object]) -> tuple[RowIdx, ...]:
     """Return the layers that stand for modules, however often these run.
 
     Parameters
@@ -144,10 +159,10 @@ def select_modules(architecture: Architecture, selectors: Sequence[object]) -> t
     (((1, 1), (1, 2)), ((1, 1),))
     """
     # Rows stand in the order in which calls start.
-    first: dict[int, DepthIdx] = {}
-    for row in architecture.values():
+    first: dict[object, RowIdx] = {}
+    for row in (*architecture.values(), *architecture.operations.values()):
         if row.executed:
-            first.setdefault(id(row.module), row.label)
+            first.setdefault(_callee(row), row.label)
     chosen = select(architecture, selectors)
     for selector in selectors:
         label = label_of(selector)
@@ -156,8 +171,24 @@ def select_modules(architecture: Architecture, selectors: Sequence[object]) -> t
                 f"layer {architecture[label]} is a further call of its module, but with "
                 f'calls="any" all calls are one entry: write {architecture[label].name!r}'
             )
-    rows = (first[id(architecture[label].module)] for label in chosen)
-    return tuple(sorted({(depth, index) for depth, index in rows}))
+        if is_operation_key(selector) and selector not in architecture.names:
+            _refuse_single_call(selector)
+    return tuple(sorted({_plain(first[_callee(architecture[label])]) for label in chosen}))
+
+
+def _callee(row: Layer) -> object:
+    """Return what one entry stands for if calls are not counted: a module, or its function."""
+    return id(row.module), row.function if isinstance(row, Operation) else None
+
+
+def _refuse_single_call(selector: object) -> None:
+    text = str(OperationIdx(*selector)) if isinstance(selector, tuple) else str(selector)
+    function, _, index = text.rpartition("/")[2].partition(":")
+    if index:
+        raise LayerNotFoundError(
+            f'{text!r} is one call of {function}, but with calls="any" all calls are one entry: '
+            f"write {text.rpartition(':')[0]!r}"
+        )
 
 
 def did_not_run(
@@ -190,7 +221,7 @@ def did_not_run(
     """
     ran = {id(row.module) for row in architecture.values() if row.executed}
     unlabelled = _unlabelled(root)
-    matching: set[DepthIdx] = set()
+    matching: set[RowIdx] = set()
     for selector in selectors:
         if isinstance(selector, str | re.Pattern | type | nn.Module) and not label_of(selector):
             with suppress(LayerNotFoundError, SelectorTypeError):
@@ -253,7 +284,9 @@ def _unlabelled(root: nn.Module) -> Architecture:
     return Architecture(rows, {row.name: [row.label] for row in rows})
 
 
-def _matches(architecture: Architecture, selector: object) -> list[DepthIdx]:
+def _matches(architecture: Architecture, selector: object) -> Sequence[RowIdx]:
+    if is_operation_key(selector) and selector not in architecture.names:
+        return _matching_operations(architecture, selector)
     matching = list(_candidates(architecture, selector))
     ran = [label for label in matching if architecture[label].executed]
     if ran:
@@ -268,7 +301,20 @@ def _matches(architecture: Architecture, selector: object) -> list[DepthIdx]:
     raise LayerNotFoundError(_nothing_matched(architecture, selector))
 
 
-def _candidates(architecture: Architecture, selector: Any) -> Iterable[DepthIdx]:
+def _matching_operations(architecture: Architecture, key: Any) -> list[OperationIdx]:
+    matching = architecture.operations_of(key)
+    ran = [label for label in matching if architecture[label].executed]
+    if matching and not ran:
+        raise LayerNotFoundError(
+            f"{architecture[matching[0]]} runs inside a torch.func transform (vmap, grad, ...), "
+            "whose tensors die with the transform: record what is around it"
+        )
+    if not ran:
+        raise LayerNotFoundError(no_such_operation(key, architecture))
+    return ran
+
+
+def _candidates(architecture: Architecture, selector: Any) -> Iterable[RowIdx]:
     """Return the layers that a selector matches, whether they ran or not."""
     label = label_of(selector)
     if label is not None and label in architecture:
@@ -295,7 +341,7 @@ def _candidates(architecture: Architecture, selector: Any) -> Iterable[DepthIdx]
     raise _unusable(selector)
 
 
-def _named(architecture: Architecture, pattern: re.Pattern[Any]) -> list[DepthIdx]:
+def _named(architecture: Architecture, pattern: re.Pattern[Any]) -> list[RowIdx]:
     if isinstance(pattern.pattern, bytes):
         raise SelectorTypeError(f"{pattern!r} searches bytes, but names are strings: drop the b")
     names = filter(pattern.search, architecture.names)

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.errors import ShardWarning, UnsupportedNetError, warn
-from scio_recorder.layer import DepthIdx, Shard
+from scio_recorder.layer import DepthIdx, RowIdx, Shard
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.tensors import private, private_distributed
@@ -345,7 +345,7 @@ class Shards:
         The layers that warnings name.
     """
 
-    def __init__(self, architecture: Architecture, recording: tuple[DepthIdx, ...]) -> None:
+    def __init__(self, architecture: Architecture, recording: tuple[RowIdx, ...]) -> None:
         self._architecture = architecture
         self._net = architecture[0, 1].module
         self._recording = recording

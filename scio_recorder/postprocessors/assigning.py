@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError, raised_by, warn
-from scio_recorder.layer import DepthIdx, Layer, describe
+from scio_recorder.layer import Layer, Operation, RowIdx, describe
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import by_selector
 from scio_recorder.postprocessors.floating_map import check_postprocessor
 from scio_recorder.postprocessors.wrapping import Heads, OnInput
-from scio_recorder.tensors.structures import flatten
+from scio_recorder.tensors.structures import flatten, map_tensors
 
 # Names of attentions, and of the projections that make their queries, keys and values.
 _ATTENTION = re.compile("attn|attention|multihead|mha", re.IGNORECASE)
@@ -29,8 +29,8 @@ Postprocessors: TypeAlias = Postprocessor | Sequence[Postprocessor] | Mapping[An
 
 
 def assign(
-    architecture: Architecture, order: Sequence[DepthIdx], given: Postprocessors
-) -> dict[DepthIdx, Postprocessor]:
+    architecture: Architecture, order: Sequence[RowIdx], given: Postprocessors
+) -> dict[RowIdx, Postprocessor]:
     """Return the post-processor of each recorded layer that has one.
 
     Parameters
@@ -68,8 +68,8 @@ def assign(
 
 
 def _chosen(
-    architecture: Architecture, order: Sequence[DepthIdx], given: Postprocessors
-) -> dict[DepthIdx, Postprocessor]:
+    architecture: Architecture, order: Sequence[RowIdx], given: Postprocessors
+) -> dict[RowIdx, Postprocessor]:
     if isinstance(given, Mapping):
         for selector, function in given.items():
             check_postprocessor(f"selector {selector!r}", function)
@@ -125,8 +125,8 @@ def _is_projection(row: Layer) -> bool:
 
 
 def assign_by_key(
-    keys: Mapping[object, tuple[DepthIdx, ...]], given: Mapping[Any, Postprocessor]
-) -> dict[DepthIdx, Postprocessor]:
+    keys: Mapping[object, tuple[RowIdx, ...]], given: Mapping[Any, Postprocessor]
+) -> dict[RowIdx, Postprocessor]:
     """Return the post-processor of each recorded layer that has one, using only dictionaries.
 
     Parameters
@@ -151,7 +151,7 @@ def assign_by_key(
     >>> assign_by_key({"0": ((1, 1),)}, {"0": abs})
     {(1, 1): <built-in function abs>}
     """
-    chosen: dict[DepthIdx, Postprocessor] = {}
+    chosen: dict[RowIdx, Postprocessor] = {}
     for key, function in given.items():
         if key not in keys:
             raise PostprocessorError(
@@ -192,7 +192,7 @@ class Assigned:
 
     def __init__(
         self,
-        functions: Mapping[DepthIdx, Postprocessor],
+        functions: Mapping[RowIdx, Postprocessor],
         run: Callable[[Postprocessor, Any], Any] = lambda function, value: function(value),
     ) -> None:
         self.functions = functions
@@ -207,7 +207,7 @@ class Assigned:
         """A key that is equal for post-processors that work alike, in place or not."""
         return frozenset((label, _signature(post)) for label, post in self.functions.items())
 
-    def after(self, label: DepthIdx, output: Any, layer: Layer) -> Any:
+    def after(self, label: RowIdx, output: Any, layer: Layer) -> Any:
         """Return the value with which the network goes on in place of a layer's output.
 
         Raises
@@ -218,10 +218,13 @@ class Assigned:
         """
         if label not in self.functions or label in self.on_inputs:
             return output
+        if isinstance(layer, Operation):
+            # It may have returned what it was given, or a view of that.
+            output = map_tensors(Tensor.clone, output)
         return self._apply(self.functions[label], output, layer)
 
     def before(
-        self, label: DepthIdx, args: tuple[Any, ...], kwargs: Mapping[str, Any], layer: Layer
+        self, label: RowIdx, args: tuple[Any, ...], kwargs: Mapping[str, Any], layer: Layer
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs that a layer's forward receives in place of the original ones.
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeError
-from scio_recorder.layer import DepthIdx, Layer, text_of
+from scio_recorder.layer import Layer, RowIdx, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
 from scio_recorder.nets.selection import select
@@ -90,10 +90,10 @@ def recompute_pass(capture: Capture, selectors: Sequence[Any]) -> LayerMapping[A
 
 
 def _by_enclosing(
-    architecture: Architecture, targets: Iterable[DepthIdx], kept: Container[DepthIdx], where: str
-) -> dict[DepthIdx, set[DepthIdx]]:
+    architecture: Architecture, targets: Iterable[RowIdx], kept: Container[RowIdx], where: str
+) -> dict[RowIdx, set[RowIdx]]:
     """Return the layers that run again, each the nearest kept one around some of the targets."""
-    found: dict[DepthIdx, set[DepthIdx]] = {}
+    found: dict[RowIdx, set[RowIdx]] = {}
     for target in targets:
         around = [target, *architecture.enclosing(target)]
         nearest = next((label for label in around if label in kept), None)
@@ -142,7 +142,7 @@ class Recomputation:
     def whole(self) -> LayerMapping[Any]:
         """Return the activations of all batches together."""
         rows, start = self._recording.calls.rows, 0
-        found: dict[DepthIdx, Any] = {}
+        found: dict[RowIdx, Any] = {}
         with _untouched(self._architecture, self._wanted):
             for number, count in enumerate(rows):
                 for target, value in self._batch(number).items():
@@ -160,18 +160,18 @@ class Recomputation:
                 found = self._batch(number)
             yield self._mapping(found)
 
-    def _mapping(self, found: dict[DepthIdx, Any]) -> LayerMapping[Any]:
+    def _mapping(self, found: dict[RowIdx, Any]) -> LayerMapping[Any]:
         return LayerMapping(self._recording.architecture, found, "activation")
 
-    def _batch(self, number: int) -> dict[DepthIdx, Any]:
-        found: dict[DepthIdx, Any] = {}
+    def _batch(self, number: int) -> dict[RowIdx, Any]:
+        found: dict[RowIdx, Any] = {}
         for label, targets in self._wanted.items():
             call = self._recording.calls.call(number, label)
             given = self._architecture, label, call, targets, self._posts, self._digest
             found.update(_Rerun(*given).run())
         return found
 
-    def _assigned(self, given: Postprocessors | None) -> dict[DepthIdx, Postprocessor]:
+    def _assigned(self, given: Postprocessors | None) -> dict[RowIdx, Postprocessor]:
         architecture = self._architecture
         posts = {} if given is None else assign(architecture, list(self._recording), given)
         then = self._recording.settings.get("postprocessors") or []
@@ -224,7 +224,7 @@ def _same_architecture(ours: Architecture, rnet: nn.Module) -> Architecture:
 
 
 def _untouched(
-    architecture: Architecture, labels: Iterable[DepthIdx]
+    architecture: Architecture, labels: Iterable[RowIdx]
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a block at whose end all that re-runs of these layers change is put back."""
     modules = nn.ModuleList()
@@ -260,16 +260,16 @@ class _Rerun:
     """
 
     architecture: Architecture
-    label: DepthIdx
+    label: RowIdx
     call: KeptCall
-    targets: set[DepthIdx]
-    posts: Mapping[DepthIdx, Postprocessor]
+    targets: set[RowIdx]
+    posts: Mapping[RowIdx, Postprocessor]
     digest: Callable[[nn.Module], str] = lambda module: ""
 
     def __post_init__(self) -> None:
         self._layer = layer = self.architecture[self.label]
         self._posts = Assigned(self.posts)
-        self._found: dict[DepthIdx, Any] = {}
+        self._found: dict[RowIdx, Any] = {}
         self._is_other = False
         labels = {*self.targets, *self.posts, self.label}
         modules = {self.architecture[label].module for label in labels}
@@ -284,7 +284,7 @@ class _Rerun:
         self._starts = _by_module(inside)
         self._returns = _by_module(sorted(inside, key=lambda row: row.completion or 0))
 
-    def run(self) -> dict[DepthIdx, Any]:
+    def run(self) -> dict[RowIdx, Any]:
         """Run the call, inside `_untouched`, and return copies of the targets' outputs.
 
         Returns

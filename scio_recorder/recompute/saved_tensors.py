@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.capture.around import AroundPlain
 from scio_recorder.errors import MutationError, SelectorTypeError
-from scio_recorder.layer import DepthIdx
+from scio_recorder.layer import RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import select
 from scio_recorder.tensors import private
@@ -183,7 +183,7 @@ class _Packer:
         )
 
 
-def _modules_of(architecture: Architecture, labels: set[DepthIdx]) -> set[nn.Module]:
+def _modules_of(architecture: Architecture, labels: set[RowIdx]) -> set[nn.Module]:
     """Return the modules of layers, all calls of which must be among them."""
     found = set()
     for layer in (architecture[label] for label in labels):

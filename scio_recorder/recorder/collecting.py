@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from scio_recorder.capture.engine import Capture
     from scio_recorder.capture.gradients import GradientHooks
     from scio_recorder.display.progress import Advance
-    from scio_recorder.layer import DepthIdx, Layer
+    from scio_recorder.layer import Layer, RowIdx
     from scio_recorder.nets.architecture import Architecture
     from scio_recorder.postprocessors.assigning import Postprocessors
     from scio_recorder.recording import Recording
@@ -80,7 +80,7 @@ class Collecting:
         return self._capture
 
     @property
-    def recording(self) -> tuple[DepthIdx, ...]:
+    def recording(self) -> tuple[RowIdx, ...]:
         """The labels of the recorded layers, sorted."""
         return self._capture.program.recording
 
@@ -162,7 +162,7 @@ class Collecting:
         }
         return LayerMapping(self.architecture, differentiable, "autograd node")
 
-    def on_gradients(self, hook: Callable[[dict[DepthIdx, Any]], object]) -> RemovableHandle:
+    def on_gradients(self, hook: Callable[[dict[RowIdx, Any]], object]) -> RemovableHandle:
         """Register a function that is called with the gradients of the recorded layers.
 
         The function is called when a backward pass ends, once for each pass that it went

@@ -19,14 +19,16 @@ from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import CopyPolicy, RecordOptions
 from scio_recorder.display.outline import Outline, Outlined, outline, visible
 from scio_recorder.errors import (
+    LabellingError,
     MissingInputError,
     PostprocessorError,
     SelectorTypeError,
     caught_as,
     warn,
 )
-from scio_recorder.layer import few, text_of
-from scio_recorder.nets.labelling.label import label_net
+from scio_recorder.layer import Operation, OperationIdx, few, is_operation_key, text_of
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.labelling.label import label_net, list_operations
 from scio_recorder.nets.records import Records
 from scio_recorder.nets.selection import did_not_run, select, select_modules
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
@@ -134,6 +136,9 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         self._net = net
         self.summary = statistics
         self.architecture = architecture
+        # How to run the network once more, until its operations are listed.
+        self._labelling: dict[str, Any] | None = summary_kwargs
+        self._operations: list[Operation] | None = None
         self._watchers = []
         self._collected = None
         self._install(Capture(net, architecture))
@@ -200,11 +205,69 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         if calls not in ("labelled", "any"):
             raise SelectorTypeError(f'calls={calls!r}: write "labelled" or "any"')
         choose = select if calls == "labelled" else select_modules
-        recording = choose(self.architecture, selectors)
+        architecture = self._architecture_for(selectors)
+        recording = choose(architecture, selectors)
         if calls == "any":
             self._warn_of_unlabelled(selectors)
         options = RecordOptions(bool(inputs), gradients, copy, bool(offload), calls)
-        self._replace_capture(Capture(self._net, self.architecture, recording, options))
+        architecture = architecture.around(recording)
+        self._replace_capture(Capture(self._net, architecture, recording, options))
+
+    def operations(self, *selectors: Any) -> Mapping[OperationIdx, Operation]:
+        """List what the own code of layers calls: functions, methods and operators of torch.
+
+        The network runs once more for the first list, on a copy and with the inputs of its
+        labelling.
+
+        Parameters
+        ----------
+        *selectors
+            Layers as for :meth:`record`, or operations; without any, all layers.
+
+        Returns
+        -------
+        mapping of OperationIdx to Operation
+            In the order in which they returned. It is printed with names, shapes and lines of code.
+
+        Raises
+        ------
+        LayerNotFoundError
+            A selector matches nothing.
+        LabellingError
+            The network is not as it was when it was labelled.
+
+        Examples
+        --------
+        >>> class Residual(nn.Linear):
+        ...     def forward(self, x):
+        ...         return x + super().forward(x).relu()
+        >>> rnet = Recorder(Residual(2, 2), input_size=(1, 2))
+        >>> list(rnet.operations())
+        [OperationIdx(depth=0, idx=1, function='linear', index=0), \
+OperationIdx(depth=0, idx=1, function='relu', index=0), \
+OperationIdx(depth=0, idx=1, function='add', index=0)]
+        """
+        architecture = self._with_operations()
+        chosen = set(select(architecture, selectors or [lambda row: True]))
+        rows = architecture.operations.items()
+        return {at: row for at, row in rows if at in chosen or row.layer.label in chosen}
+
+    def _architecture_for(self, selectors: Sequence[object]) -> Architecture:
+        names = self.architecture.names
+        is_inside = any(is_operation_key(one) and one not in names for one in selectors)
+        return self._with_operations() if is_inside else self.architecture
+
+    def _with_operations(self) -> Architecture:
+        if self._operations is None:
+            if self._labelling is None:
+                raise LabellingError(
+                    "this recorder is a copy, or was unpickled, and no longer has the inputs with "
+                    "which its network was labelled, so it can't list operations: call "
+                    "operations() before, or construct the Recorder again"
+                )
+            self._operations = list_operations(self._net, self.architecture, **self._labelling)
+            self._labelling = None
+        return self.architecture.with_operations(self._operations)
 
     def _warn_of_unlabelled(self, selectors: Sequence[object]) -> None:
         missing = did_not_run(self._net, self.architecture, selectors)
@@ -403,11 +466,14 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # nn.Module
         for name in ("_capture", "_finalizer", "_hooks_on_gradients"):
             state.pop(name, None)
-        state["_watchers"], state["_collected"] = [], None
+        state["_watchers"], state["_collected"], state["_labelling"] = [], None, None
         state["_selection"] = (self.recording, self._capture.program.options)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         recording, options = state.pop("_selection")
+        # A recorder that an earlier version has pickled has no operations.
+        state = {"_operations": None, "_labelling": None, **state}
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # that of nn.Module
-        self._install(Capture(self._net, self.architecture, recording, options))
+        architecture = self.architecture.with_operations(self._operations or ()).around(recording)
+        self._install(Capture(self._net, architecture, recording, options))

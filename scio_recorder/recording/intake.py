@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError, raised_by
-from scio_recorder.layer import DepthIdx, Layer, TensorSpec, text_of
+from scio_recorder.layer import Layer, RowIdx, TensorSpec, text_of
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.recording.options import LayerOptions, Transform
@@ -303,8 +303,8 @@ class Intakes:
         self._layers, self._writer = layers, writer
         # What is kept about each row, if a row is not a sample; the first batch has all names.
         self._column_names: list[str] = []
-        self.storing: dict[DepthIdx, StoringIntake] = {}
-        self._reducing: dict[DepthIdx, ReducingIntake] = {}
+        self.storing: dict[RowIdx, StoringIntake] = {}
+        self._reducing: dict[RowIdx, ReducingIntake] = {}
         for label in layers.recording:
             shared = layers.architecture[label], layers.transforms.get(label)
             if label in layers.reductions:
@@ -317,7 +317,7 @@ class Intakes:
         self.receivers |= {label: one.receive for label, one in self._reducing.items()}
         self.begin(CurrentBatch())
         # Kept calls of the current pass, if inputs are kept, and digests of weights.
-        self._calls: dict[DepthIdx, dict[str, Any]] = {}
+        self._calls: dict[RowIdx, dict[str, Any]] = {}
         self._weights = Weights()
         if layers.with_inputs:
             self.receivers = {
@@ -343,12 +343,12 @@ class Intakes:
         call = KeptCall(inputs, Moment.of(module, inputs), self._weights.digest(module))
         return self._writer.calls.keep(layer, call)
 
-    def receive_inputs(self, label: DepthIdx, kept: dict[str, Any]) -> None:
+    def receive_inputs(self, label: RowIdx, kept: dict[str, Any]) -> None:
         """Take the result of `keep_inputs` for a layer."""
         self._calls[label] = kept
 
     def _receive_with_call(
-        self, label: DepthIdx, receive: Callable[[Any], None], activation: Any
+        self, label: RowIdx, receive: Callable[[Any], None], activation: Any
     ) -> None:
         call = self._calls.get(label)
         if call is not None:

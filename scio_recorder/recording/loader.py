@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from scio_recorder.errors import ArgumentError, RecordingError
-from scio_recorder.layer import DepthIdx, counted, text_of
+from scio_recorder.layer import RowIdx, counted, text_of
 from scio_recorder.nets.selection import select
 from scio_recorder.recording.readable import Readable
 from scio_recorder.stores.disk_format.tensor_file import checksum, dump, empty_bytes
@@ -88,7 +88,7 @@ def place_of(rank: int | None, world_size: int | None) -> ProcessRank:
     return ProcessRank.checked(rank, world_size, ArgumentError)
 
 
-def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[DepthIdx, Tensor]:
+def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[RowIdx, Tensor]:
     """Return the rows of the selected layers in the recording's order; by default of all layers.
 
     Raises
@@ -179,7 +179,7 @@ class RecordingLoader(IterableDataset[Any]):
 
     def __init__(
         self,
-        layers: Mapping[DepthIdx, Tensor],
+        layers: Mapping[RowIdx, Tensor],
         rows: Mapping[str, Tensor],
         architecture: str,
         arguments: Arguments,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from scio_recorder.capture.engine import Capture
 from scio_recorder.errors import CollectError
-from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.layer import RowIdx, text_of
 from scio_recorder.nets.selection import by_selector
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
 from scio_recorder.recording.recipes import recipes_of
@@ -112,12 +112,12 @@ class LayerOptions:
         # Post-processors by layer.
         self.posts = None if given is None else assign(program.architecture, program.order, given)
         # All are fresh: the user's reductions are patterns.
-        self.reductions: dict[DepthIdx, Reductions] = {
+        self.reductions: dict[RowIdx, Reductions] = {
             label: _fresh(given) for label, given in self._by_layer(asked.reduce, "reduce").items()
         }
         # Calls of the network in a transform are no part of the pass.
         aside = capture.site.local.run_aside
-        self.transforms: dict[DepthIdx, Transform] = {}
+        self.transforms: dict[RowIdx, Transform] = {}
         for label, function in self._by_layer(asked.transform, "transform").items():
             self.transforms[label] = partial(aside, function)
             if not callable(function):
@@ -177,7 +177,7 @@ class LayerOptions:
             },
         }
 
-    def _by_layer(self, given: Any, what: str) -> dict[DepthIdx, Any]:
+    def _by_layer(self, given: Any, what: str) -> dict[RowIdx, Any]:
         if given is None:
             return {}
         if not isinstance(given, Mapping):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import ArgumentError
-from scio_recorder.layer import DepthIdx, counted
+from scio_recorder.layer import RowIdx, counted
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
 from scio_recorder.reductions.base import Reductions, of_each
@@ -97,7 +97,7 @@ class BatchInputs(OnDemand[Inputs]):
         The layer.
     """
 
-    def __init__(self, calls: Calls, label: DepthIdx) -> None:
+    def __init__(self, calls: Calls, label: RowIdx) -> None:
         self._calls = calls
         self._label = label
 
@@ -119,8 +119,8 @@ class Readable(LayerMapping[Any]):
         architecture: Architecture,
         held: Held,
         *,
-        reductions: Mapping[DepthIdx, Reductions],
-        relative_errors: Mapping[DepthIdx, float],
+        reductions: Mapping[RowIdx, Reductions],
+        relative_errors: Mapping[RowIdx, float],
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(architecture, {**held.values, **reductions}, "recording")
@@ -142,7 +142,7 @@ class Readable(LayerMapping[Any]):
         known = self.settings.get("made_with", {})
         self._made_with = known if held.made_with is None else held.made_with
         self._reductions = dict(reductions)
-        self._results: dict[DepthIdx, Any] = {}
+        self._results: dict[RowIdx, Any] = {}
 
     @property
     def made_with(self) -> Mapping[str, Any]:
@@ -193,7 +193,7 @@ class Readable(LayerMapping[Any]):
             self._rows_of_samples = RowsOfSamples(samples, self.num_samples)
         return self._rows_of_samples
 
-    def by_sample(self, key: DepthIdx | str) -> Sequence[Tensor]:
+    def by_sample(self, key: RowIdx | str) -> Sequence[Tensor]:
         """Return the rows of a layer sample by sample.
 
         Parameters
@@ -230,7 +230,7 @@ class Readable(LayerMapping[Any]):
         return SampleValues(self[key], self.rows_of_samples())
 
     @property
-    def stored(self) -> tuple[DepthIdx, ...]:
+    def stored(self) -> tuple[RowIdx, ...]:
         """The labels of the layers whose samples are stored, not only a summary."""
         return tuple(label for label in self._values if label not in self._reductions)
 
@@ -247,11 +247,11 @@ class Readable(LayerMapping[Any]):
         return ("host" if found == {"cpu"} else "device") if found else None
 
     @property
-    def reductions(self) -> Mapping[DepthIdx, Reductions]:
+    def reductions(self) -> Mapping[RowIdx, Reductions]:
         """The reductions by layer, for merging them with others."""
         return LayerMapping(self.architecture, self._reductions, "reduction")
 
-    def num_nans(self, key: DepthIdx | str) -> int:
+    def num_nans(self, key: RowIdx | str) -> int:
         """Count the NaNs among the values of a layer.
 
         Parameters
@@ -275,7 +275,7 @@ class Readable(LayerMapping[Any]):
         """
         return sum(int(part.isnan().sum()) for part in self.parts(key))
 
-    def parts(self, key: DepthIdx | str) -> Iterator[Tensor]:
+    def parts(self, key: RowIdx | str) -> Iterator[Tensor]:
         """Iterate over a layer's rows in tensors [some, ...] of bounded size.
 
         Parameters
@@ -304,7 +304,7 @@ class Readable(LayerMapping[Any]):
         step = max(1, num_bytes // max(1, bytes_of_row(samples)))
         return (samples[start : start + step] for start in range(0, len(samples), step))
 
-    def to_numpy(self) -> dict[DepthIdx, NDArray[Any]]:
+    def to_numpy(self) -> dict[RowIdx, NDArray[Any]]:
         """Return the samples of every layer that was not reduced, as NumPy arrays.
 
         Returns
@@ -324,7 +324,7 @@ class Readable(LayerMapping[Any]):
         """
         return {label: to_array(self[label]) for label in self.stored}
 
-    def _get(self, label: DepthIdx) -> Any:
+    def _get(self, label: RowIdx) -> Any:
         if label not in self._reductions:
             return self._values[label]
         if label not in self._results:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, cast
 
 from scio_recorder import reductions
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.layer import DepthIdx, text_of
+from scio_recorder.layer import RowIdx, text_of
 from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.base import Reductions, SampleReduction, of_each, several
 
@@ -23,13 +23,13 @@ def recipes_of(given: Reductions) -> Any:
     return of_each(_recipe, given)
 
 
-def states_of(reductions: Mapping[DepthIdx, Reductions]) -> dict[str, Any]:
+def states_of(reductions: Mapping[RowIdx, Reductions]) -> dict[str, Any]:
     """Return the states of the reductions of each layer, by its label as text."""
     items = reductions.items()
     return {text_of(label): of_each(lambda one: one.state_dict(), given) for label, given in items}
 
 
-def restore(reductions: Mapping[DepthIdx, Reductions], states: Mapping[str, Any]) -> None:
+def restore(reductions: Mapping[RowIdx, Reductions], states: Mapping[str, Any]) -> None:
     """Load the states that `states_of` returned into reductions."""
     for label, given in reductions.items():
         for reduction, state in zip(several(given), several(states[text_of(label)]), strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.layer import DepthIdx, TensorSpec, text_of
+from scio_recorder.layer import RowIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.recording.further_methods import FurtherMethods
 from scio_recorder.recording.loader import (
@@ -232,7 +232,7 @@ def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Rec
     return opened(RunReader(path, verify=verify), {})
 
 
-def opened(reader: RunReader, given: Mapping[DepthIdx, Reductions]) -> Recording:
+def opened(reader: RunReader, given: Mapping[RowIdx, Reductions]) -> Recording:
     """Return the recording of a reader; ``given`` are its reductions, if the caller has them."""
     header = dict(reader.header)
     architecture = Architecture.from_dict(header.pop("architecture", None))
@@ -278,7 +278,7 @@ def _states(reader: RunReader) -> list[Any]:
 
 def _relative_errors(
     architecture: Architecture, rounding: list[Mapping[str, Any]]
-) -> dict[DepthIdx, float]:
+) -> dict[RowIdx, float]:
     sums: dict[str, list[float]] = {}
     for name, (lost, total) in chain.from_iterable(one.items() for one in rounding):
         own = sums.setdefault(name, [0.0, 0.0])
@@ -299,7 +299,7 @@ def _mapping(values: Any, key: str) -> Mapping[str, Any]:
 
 def _save(recording: Recording, path: str | os.PathLike[str]) -> None:
     """Write every sample, the reductions' states and the settings, as a new collection would."""
-    arrays: dict[DepthIdx | str, Tensor] = {label: recording[label] for label in recording.stored}
+    arrays: dict[RowIdx | str, Tensor] = {label: recording[label] for label in recording.stored}
     arrays.update(recording.rows)
     job = Job(recording.architecture, recording.stored, None, lambda: _settings(recording))
     writer = Disk(path).open(job)
@@ -327,9 +327,7 @@ def _save(recording: Recording, path: str | os.PathLike[str]) -> None:
         raise
 
 
-def _batches(
-    recording: Recording, step: int
-) -> Iterator[tuple[range, Mapping[DepthIdx, KeptCall]]]:
+def _batches(recording: Recording, step: int) -> Iterator[tuple[range, Mapping[RowIdx, KeptCall]]]:
     """Yield the rows of each batch, and its kept calls."""
     calls, num_rows, stop = recording.calls, recording.num_rows, 0
     if not calls.labels:

@@ -15,7 +15,7 @@ from scio_recorder.display.outline import Listed, Listing, Outline, Outlined, ou
 from scio_recorder.display.page import check_page, write_page
 from scio_recorder.display.recording_page import recording_page
 from scio_recorder.errors import ArgumentError, needing
-from scio_recorder.layer import DepthIdx, counted
+from scio_recorder.layer import RowIdx, counted
 from scio_recorder.recording.made_with import in_words
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.statistics import summarise
@@ -62,7 +62,7 @@ class Showing(Outlined, Listed, Readable):
         self,
         kind: Literal["histograms", "depth"] = "histograms",
         *,
-        layers: Iterable[DepthIdx | str] | None = None,
+        layers: Iterable[RowIdx | str] | None = None,
         bins: int = 50,
     ) -> Figure:
         """Draw the layers: a histogram of each, or mean and spread over the depth of the net.
@@ -210,7 +210,7 @@ class Showing(Outlined, Listed, Readable):
             notes=_notes(self),
         )
 
-    def _chosen(self, layers: Iterable[DepthIdx | str] | None) -> list[DepthIdx]:
+    def _chosen(self, layers: Iterable[RowIdx | str] | None) -> list[RowIdx]:
         """Return labels in the order of execution."""
         wanted = set(self) if layers is None else {self._label(key) for key in layers}
         return self._architecture.in_order(wanted)

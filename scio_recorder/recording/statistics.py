@@ -17,7 +17,7 @@ from torch import Tensor
 from scio_recorder.display import figure
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import ArgumentError, RecorderError
-from scio_recorder.layer import DepthIdx
+from scio_recorder.layer import RowIdx
 from scio_recorder.recording.readable import Readable
 from scio_recorder.reductions import (
     Alive,
@@ -193,7 +193,7 @@ def real_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def summarise(
-    recording: Readable, labels: Sequence[DepthIdx], bins: int | None
+    recording: Readable, labels: Sequence[RowIdx], bins: int | None
 ) -> list[figure.LayerSummary]:
     """Return the summaries of layers.
 
@@ -217,7 +217,7 @@ def summarise(
 
 
 def _of_samples(
-    recording: Readable, label: DepthIdx, bins: int | None, advance: Advance
+    recording: Readable, label: RowIdx, bins: int | None, advance: Advance
 ) -> figure.LayerSummary:
     samples, layer = recording[label], recording.architecture[label]
     found, histogram = RunningStatistics(layer.type_name), None
@@ -253,7 +253,7 @@ def _of_samples(
     )
 
 
-def _parts(recording: Readable, label: DepthIdx, advance: Advance) -> Iterator[Tensor]:
+def _parts(recording: Readable, label: RowIdx, advance: Advance) -> Iterator[Tensor]:
     for part in recording.parts(label):
         yield part
         advance(0, part.nbytes, 0)
@@ -293,7 +293,7 @@ def _exploding(dead: Tensor, max_abs: Tensor) -> tuple[tuple[int, ...], float]:
     return tuple(found.tolist()), float(size[found[0]]) / median if len(found) else 0.0
 
 
-def _of_reductions(recording: Readable, label: DepthIdx) -> figure.LayerSummary:
+def _of_reductions(recording: Readable, label: RowIdx) -> figure.LayerSummary:
     reductions = several(recording.reductions[label])
     found: dict[str, Any] = {}
     notes: list[str] = []

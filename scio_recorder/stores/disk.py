@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError, caught_as
-from scio_recorder.layer import DepthIdx, TensorSpec, text_of
+from scio_recorder.layer import RowIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.buffers import Column, DeviceBuffer, HostBuffer, wait_for
 from scio_recorder.stores.disk_format.description import (
@@ -200,7 +200,7 @@ class DiskWriter(StoreWriter):
         # The net's present digest: passes in training mode change its buffers.
         self._settings = job.shared_settings() if store.is_shared else job.settings()
         # The memory of each column that is being written while the other is filled.
-        self._resting: dict[DepthIdx | str, DeviceBuffer] = {}
+        self._resting: dict[RowIdx | str, DeviceBuffer] = {}
         self._staged: list[Ids] = []
         self.calls = KeptCalls(for_file=True)
         self._committed_at = 0.0
@@ -216,7 +216,7 @@ class DiskWriter(StoreWriter):
             with closing(medium_at(store.path)) as medium:
                 medium.check_writable(store.rank)
 
-    def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
+    def column(self, key: RowIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Return a buffer for the rows of the next chunk."""
         if self._found is not None:
             stored = self._found.get(name_in_chunk(key))
@@ -434,7 +434,7 @@ def check_shards(architecture: Architecture, settings: dict[str, Any], store: An
             raise CollectError(f"layer {layer} returns {shard}, and {problem}")
 
 
-def check_copies(architecture: Architecture, layers: Iterable[DepthIdx | str], store: Any) -> None:
+def check_copies(architecture: Architecture, layers: Iterable[RowIdx | str], store: Any) -> None:
     """Refuse to write the same rows in several ranks: all of them have all of these layers.
 
     Parameters

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.layer import DepthIdx, Layer
+from scio_recorder.layer import Layer, RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
@@ -194,7 +194,7 @@ class Calls:
         # A reader of a recording can be pickled, but a reader of its calls can't.
         return self._source if isinstance(self._source, KeptCalls) else self._source.kept
 
-    def call(self, number: int, label: DepthIdx) -> KeptCall:
+    def call(self, number: int, label: RowIdx) -> KeptCall:
         """Return the call of a layer in a batch, in new memory on the CPU.
 
         Raises

@@ -18,7 +18,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.layer import DepthIdx, TensorSpec, map_leaves
+from scio_recorder.layer import RowIdx, TensorSpec, map_leaves
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.buffers import (
     Column,
@@ -54,7 +54,7 @@ class MemoryStore(Store):
         return MemoryWriter(job, self)
 
     @abc.abstractmethod
-    def buffer(self, key: DepthIdx | str, device: torch.device) -> DeviceBuffer:
+    def buffer(self, key: RowIdx | str, device: torch.device) -> DeviceBuffer:
         """Return the memory for a layer.
 
         Parameters
@@ -84,7 +84,7 @@ class Device(MemoryStore):
     device(type='cpu')
     """
 
-    def buffer(self, key: DepthIdx | str, device: torch.device) -> DeviceBuffer:
+    def buffer(self, key: RowIdx | str, device: torch.device) -> DeviceBuffer:
         """Return the memory for a layer.
 
         Parameters
@@ -131,9 +131,9 @@ class Host(MemoryStore):
 
     def __init__(self, pin_memory: bool | None = None) -> None:
         self._pin_memory = pin_memory
-        self._buffers: dict[DepthIdx | str, HostBuffer] = {}
+        self._buffers: dict[RowIdx | str, HostBuffer] = {}
 
-    def buffer(self, key: DepthIdx | str, device: torch.device) -> HostBuffer:
+    def buffer(self, key: RowIdx | str, device: torch.device) -> HostBuffer:
         """Return the memory for a layer.
 
         Parameters
@@ -187,7 +187,7 @@ class MemoryWriter(StoreWriter):
         self._job = job
         self._store = store
 
-    def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
+    def column(self, key: RowIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Make room for the expected number of batches like the first."""
         rows = first.shape[0] * (self._job.num_batches or _GUESSED_BATCHES)
         buffer = self._store.buffer(key, first.device)
@@ -214,9 +214,9 @@ class AutoWriter(MemoryWriter):
         super().__init__(job, Host())
         self._guess: Plan | None = None
         # Bytes of all samples, for the layers seen so far.
-        self._known: dict[DepthIdx, int] = {}
+        self._known: dict[RowIdx, int] = {}
 
-    def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
+    def column(self, key: RowIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Make room for a layer, after checking that there is some."""
         if self._job.num_batches is not None and not isinstance(key, str):
             num_samples = first.shape[0] * self._job.num_batches
@@ -279,9 +279,9 @@ class Plan:
     """
 
     num_samples: int
-    num_bytes: Mapping[DepthIdx, int]
+    num_bytes: Mapping[RowIdx, int]
     free_bytes: Mapping[str, int]
-    names: Mapping[DepthIdx, str]
+    names: Mapping[RowIdx, str]
     unit: str = "samples"
 
     @property
@@ -309,7 +309,7 @@ class Plan:
 
 def make_plan(
     architecture: Architecture,
-    labels: Sequence[DepthIdx],
+    labels: Sequence[RowIdx],
     num_samples: int,
     device: torch.device,
     row_dims: int | None = None,
@@ -348,7 +348,7 @@ def make_plan(
     free["disk"] = shutil.disk_usage(os.curdir).free
     num_bytes = dict.fromkeys(labels, 0)
 
-    def add(label: DepthIdx, spec: TensorSpec | None) -> None:
+    def add(label: RowIdx, spec: TensorSpec | None) -> None:
         if spec is not None:
             rows = math.prod(spec.shape[: 1 if row_dims is None else row_dims])
             num_bytes[label] += spec.nbytes // max(1, rows) * num_samples

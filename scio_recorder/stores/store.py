@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from scio_recorder.layer import DepthIdx, TensorSpec
+from scio_recorder.layer import RowIdx, TensorSpec
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.disk_format.ids import Ids, SampleIds
@@ -39,7 +39,7 @@ class Job:
     """
 
     architecture: Architecture
-    stored: tuple[DepthIdx, ...]
+    stored: tuple[RowIdx, ...]
     num_batches: int | None
     settings: Callable[[], dict[str, Any]]
     resume: bool = False
@@ -79,7 +79,7 @@ class Held:
         The versions with which a recording that was found was begun, and what the net was then.
     """
 
-    values: Mapping[DepthIdx, Tensor]
+    values: Mapping[RowIdx, Tensor]
     sample_ids: SampleIds
     calls: Calls
     complete: bool = True
@@ -104,7 +104,7 @@ class StoreWriter(abc.ABC):
         self.sample_ids = SampleIds()
         self.calls = KeptCalls()
         # All columns so far, and the devices from which copies into them may be pending.
-        self.columns: dict[DepthIdx | str, Column] = {}
+        self.columns: dict[RowIdx | str, Column] = {}
         self.devices: set[torch.device] = set()
         # Whether the found recording is complete already, and its last state.
         self.is_complete = False
@@ -113,7 +113,7 @@ class StoreWriter(abc.ABC):
         self.state: State | None = None
 
     @abc.abstractmethod
-    def column(self, key: DepthIdx | str, spec: TensorSpec, first: Tensor) -> Column:
+    def column(self, key: RowIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Return the column for the rows of a layer, given those of its first batch.
 
         Parameters
@@ -176,7 +176,7 @@ class StoreWriter(abc.ABC):
 
     def held(
         self,
-        arrays: Mapping[DepthIdx | str, Tensor],
+        arrays: Mapping[RowIdx | str, Tensor],
         architecture: Architecture,
         *,
         is_complete: bool,

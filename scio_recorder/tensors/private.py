@@ -472,6 +472,28 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
+@needs("torch.autograd.graph._allow_mutation_on_saved_tensors_enabled", "post-processing")
+def allows_mutation() -> bool:
+    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors`` is around the caller."""
+    return bool(torch.autograd.graph._allow_mutation_on_saved_tensors_enabled)
+
+
+@needs("torch._C._len_torch_function_stack", "recording operations")
+def function_modes() -> list[Any]:
+    """Return the function modes of this thread, the outermost first."""
+    count = torch._C._len_torch_function_stack()
+    return [torch._C._get_function_stack_at(place) for place in range(count)]
+
+
+@needs("torch._C._push_on_torch_function_stack", "recording operations")
+def set_function_modes(modes: list[Any]) -> None:
+    """Replace the function modes of this thread."""
+    for _ in range(torch._C._len_torch_function_stack()):
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
 def is_exporting() -> bool:
     """Whether the running code is being exported; dynamo can follow this.
 

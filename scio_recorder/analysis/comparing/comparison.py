@@ -35,7 +35,7 @@ from scio_recorder.analysis.comparing.measures import (
 )
 from scio_recorder.analysis.comparing.part_pairs import PartPair, paired_inputs, paired_outputs
 from scio_recorder.analysis.comparing.sides import SampleBlock, Side
-from scio_recorder.layer import DepthIdx
+from scio_recorder.layer import RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 
@@ -145,7 +145,7 @@ class Comparison:
     """
 
     def __init__(
-        self, pairs: Iterable[Pair], digested: frozenset[DepthIdx], tolerance: Tolerance
+        self, pairs: Iterable[Pair], digested: frozenset[RowIdx], tolerance: Tolerance
     ) -> None:
         self._layers = [
             _ComparedLayer(pair, pair.reference.label in digested, pair.error) for pair in pairs

@@ -39,7 +39,7 @@ from scio_recorder.display.page import (
     write_page,
 )
 from scio_recorder.errors import ComparisonError, needing
-from scio_recorder.layer import DepthIdx, Layer, counted, few
+from scio_recorder.layer import Layer, RowIdx, counted, few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.recording.made_with import in_words
@@ -103,7 +103,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
     def __init__(
         self,
         architecture: Architecture,
-        layers: Mapping[DepthIdx, LayerDifference],
+        layers: Mapping[RowIdx, LayerDifference],
         first: FirstDifference | None,
         *,
         num_samples: int,

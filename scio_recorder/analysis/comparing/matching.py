@@ -11,7 +11,7 @@ from typing import NamedTuple
 from scio_recorder.analysis.comparing.findings import Unmatched
 from scio_recorder.analysis.comparing.sides import Side
 from scio_recorder.errors import ComparisonError, ShardWarning, warn
-from scio_recorder.layer import DepthIdx, Layer, Shard, counted, few
+from scio_recorder.layer import Layer, RowIdx, Shard, counted, few
 from scio_recorder.nets.architecture import Architecture
 
 _SHOWN = 5
@@ -54,7 +54,8 @@ def match_sides(
         They have no layer in common, or ``match`` has a name that is on no side.
     """
     own, other = reference.architecture, candidate.architecture
-    layers, partners = dict(own.items()), dict(other.items())
+    layers: Mapping[RowIdx, Layer] = dict(own.items())
+    partners: Mapping[RowIdx, Layer] = dict(other.items())
     globs = _checked(match)
     calls = {name: _calls_of_partner(name, globs, other) for name in own.names}
     pairs, alone, split = list[Pair](), list[str](), list[str]()
@@ -103,9 +104,7 @@ def _checked(match: Mapping[str, str] | None) -> dict[str, str]:
     return dict(sorted(items, key=lambda item: -len(_SIGN.sub("", item[0]))))
 
 
-def _calls_of_partner(
-    name: str, globs: Mapping[str, str], other: Architecture
-) -> Sequence[DepthIdx]:
+def _calls_of_partner(name: str, globs: Mapping[str, str], other: Architecture) -> Sequence[RowIdx]:
     """Return the calls of the first possible partner of a name that ran; a name is its own last."""
     partners = [_partner(glob, partner, name) for glob, partner in globs.items()]
     names = [one for one in (*partners, name) if one is not None]
@@ -128,7 +127,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
     return re.compile("".join(signs.get(part, re.escape(part)) for part in parts), re.DOTALL)
 
 
-def _pair(layer: Layer, own: Sequence[DepthIdx], theirs: Sequence[Layer]) -> Pair | None:
+def _pair(layer: Layer, own: Sequence[RowIdx], theirs: Sequence[Layer]) -> Pair | None:
     """Pair one of the calls of a module with one of its partner's, by their order."""
     if not theirs:
         return None

@@ -19,7 +19,7 @@ from scio_recorder.analysis.comparing.measures import dense
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import ComparisonError
-from scio_recorder.layer import DepthIdx, counted, few
+from scio_recorder.layer import RowIdx, counted, few
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording import Recording
 from scio_recorder.recording.advice import raise_for_batch
@@ -98,7 +98,7 @@ class NetworkSide:
     """
 
     # All outputs of a network can be compared.
-    digests: Collection[DepthIdx] = ()
+    digests: Collection[RowIdx] = ()
     left_out: tuple[str, ...] = ()
 
     def __init__(self, capture: Capture, compiled: Callable[..., Any] | None, feed: Feed) -> None:
@@ -119,12 +119,12 @@ class NetworkSide:
         self._keeps_digests = False
         self._block = SampleBlock(())
         # What was kept of the current batch, if not by the capture: digests, and compiled records.
-        self._kept: dict[DepthIdx, Any] = {}
+        self._kept: dict[RowIdx, Any] = {}
 
     def open(
         self,
         stack: contextlib.ExitStack,
-        labels: Iterable[DepthIdx],
+        labels: Iterable[RowIdx],
         options: RecordOptions,
         *,
         keeps_digests: bool,
@@ -152,7 +152,7 @@ class NetworkSide:
         except Exception as error:
             raise_for_batch(error, block.number, self.architecture, self.net, given)
 
-    def output(self, label: DepthIdx, as_digests: bool) -> Any:
+    def output(self, label: RowIdx, as_digests: bool) -> Any:
         """Return a layer's output, or digests of it."""
         if label in self._kept:
             value = self._kept[label]
@@ -160,7 +160,7 @@ class NetworkSide:
             value = _chosen(self._capture.activations.peek(label), self._block.rows)
         return digests_of(value) if as_digests and not self._keeps_digests else value
 
-    def inputs(self, label: DepthIdx) -> Inputs | None:
+    def inputs(self, label: RowIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known."""
         if self._kept or not self._capture.program.options.inputs:
             return None
@@ -168,11 +168,11 @@ class NetworkSide:
         return inputs
 
     @property
-    def receivers(self) -> dict[DepthIdx, Callable[[Any], None]]:
+    def receivers(self) -> dict[RowIdx, Callable[[Any], None]]:
         """As a sink: take digests at the hook, or the copies of a compiled pass."""
         return {label: partial(self._receive, label) for label in self._capture.program.recording}
 
-    def _receive(self, label: DepthIdx, value: Any) -> None:
+    def _receive(self, label: RowIdx, value: Any) -> None:
         chosen = _chosen(value, self._block.rows)
         self._kept[label] = digests_of(chosen) if self._keeps_digests else chosen
 
@@ -204,7 +204,7 @@ class RecordingSide:
         Which side it is, for messages.
     """
 
-    recorded: tuple[DepthIdx, ...] = ()
+    recorded: tuple[RowIdx, ...] = ()
 
     def __init__(self, recording: Recording, what: str) -> None:
         self.recording = recording
@@ -240,14 +240,14 @@ class RecordingSide:
             block.positions = block.positions or found
             self._check_positions(block.ids, found, block.positions)
 
-    def output(self, label: DepthIdx, as_digests: bool) -> Any:
+    def output(self, label: RowIdx, as_digests: bool) -> Any:
         """Return a layer's output, or digests of it."""
         if label in self.digests:
             return self.digests[label][self._rows]
         value = self.recording[label][self._rows]
         return digests_of(value) if as_digests else value
 
-    def inputs(self, label: DepthIdx) -> Inputs | None:
+    def inputs(self, label: RowIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known, as for parts of batches."""
         if label not in self.recording.calls.labels:
             return None
@@ -322,7 +322,7 @@ def refuse_missing(keys: Sequence[object], where: str, who: str) -> None:
         )
 
 
-def _digests_of(recording: Recording, label: DepthIdx) -> Tensor | None:
+def _digests_of(recording: Recording, label: RowIdx) -> Tensor | None:
     """Return a layer's digests, if it has one for each row."""
     reductions, values = several(recording.reductions[label]), several(recording[label])
     for one, found in zip(reductions, values, strict=False):

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
-from scio_recorder.layer import DepthIdx, Label, Layer, describe, shapes_of
+from scio_recorder.layer import DepthIdx, Label, Layer, Operation, describe, shapes_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
+from scio_recorder.nets.labelling.operation_trace import OperationTrace
 from scio_recorder.nets.labelling.torchinfo import (
     CallTrace,
     Row,
@@ -103,6 +104,50 @@ def label_net(
     return labelled.statistics, labelled.architecture
 
 
+def list_operations(
+    net: nn.Module, architecture: Architecture, **summary_kwargs: Any
+) -> list[Operation]:
+    """Run a copy of a net as for labelling, and list what the own code of its modules calls.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net. Neither it nor any global state is changed.
+    architecture : Architecture
+        Its layers.
+    **summary_kwargs
+        The keywords with which it was labelled.
+
+    Returns
+    -------
+    list of Operation
+        In the order in which they returned.
+
+    Raises
+    ------
+    LabellingError
+        The net fails, or is not as it was when it was labelled.
+
+    Examples
+    --------
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    >>> _, architecture = label_net(net, input_size=(1, 4))
+    >>> [one.name for one in list_operations(net, architecture, input_size=(1, 4))]
+    ['0/linear:0', '1/relu:0']
+    """
+    keywords = _keywords(summary_kwargs)
+    further = {name: value for name, value in summary_kwargs.items() if name not in _DEFAULTS}
+    with preserved_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
+        labelled = _label(net, keywords, _inputs(net, keywords, further), OperationTrace)
+    if labelled.architecture != architecture:
+        raise LabellingError(
+            "the layers of the net are not those of its labelling any more, so its operations have "
+            "no labels: construct the Recorder again"
+        )
+    assert isinstance(labelled.trace, OperationTrace)
+    return labelled.trace.operations(dict(architecture.items()))
+
+
 def _keywords(given: Mapping[str, Any]) -> dict[str, Any]:
     known = {name: one for name, one in given.items() if name in _DEFAULTS and one is not None}
     keywords = _DEFAULTS | known
@@ -152,9 +197,15 @@ class _Labelled(NamedTuple):
     architecture: Architecture
     flow: Flow
     grad: bool
+    trace: CallTrace
 
 
-def _label(net: nn.Module, keywords: Mapping[str, Any], inputs: Inputs) -> _Labelled:
+def _label(
+    net: nn.Module,
+    keywords: Mapping[str, Any],
+    inputs: Inputs,
+    trace: type[CallTrace] = CallTrace,
+) -> _Labelled:
     failure: _FailedRunError | None = None
     in_step = is_sharded(net)
     # The user's hooks may have side effects, so they are left out, unless the net can't run without
@@ -163,9 +214,9 @@ def _label(net: nn.Module, keywords: Mapping[str, Any], inputs: Inputs) -> _Labe
     has_hooks = any(any(private.forward_hooks(module)) for module in net.modules())
     hooks = (False, True) if has_hooks and not in_step else (False,)
     # Functions that compile themselves, such as `flex_attention`, fail while they are followed.
-    following = (True,) if in_step else (True, False)
+    following = (True,) if in_step else (trace is CallTrace, False)
     for followed, keep_hooks, grad in itertools.product(following, hooks, (False, True)):
-        run = partial(_dry_run, net, keywords, inputs, grad, followed)
+        run = partial(_dry_run, net, keywords, inputs, trace, grad, followed)
         try:
             return _label_in_step(net, run) if in_step else _label_once(net, run, keep_hooks)
         except _FailedRunError as error:
@@ -207,12 +258,13 @@ def _dry_run(
     net: nn.Module,
     keywords: Mapping[str, Any],
     inputs: Inputs,
+    trace_type: type[CallTrace],
     grad: bool,
     followed: bool,
     twin: nn.Module,
 ) -> _Labelled:
     """Run a copy of the network, or itself."""
-    trace, flow = CallTrace(net, twin, keywords["batch_dim"]), Flow(twin)
+    trace, flow = trace_type(net, twin, keywords["batch_dim"]), Flow(twin)
     following = flow.followed() if followed else contextlib.nullcontext()
     args, kwargs = copy_inputs(inputs)
     with quiet(), trace.watched(), following, torch.set_grad_enabled(grad):
@@ -237,7 +289,7 @@ def _dry_run(
         root = Row("", net, 0, None)
         root.depth_index, root.num_params = 1, statistics.total_params
         layers.insert(0, _layer(root, ""))
-    return _Labelled(statistics, Architecture(layers, _names(net, layers)), flow, grad)
+    return _Labelled(statistics, Architecture(layers, _names(net, layers)), flow, grad, trace)
 
 
 def _layer(row: Row, name: str) -> Layer:

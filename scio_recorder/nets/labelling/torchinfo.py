@@ -12,7 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,13 @@ class Row(LayerInfo):
         return super().params_percent(total_params, reached_max_depth, precision)
 
 
+class _OpenCall(NamedTuple):
+    """A call that has not returned."""
+
+    row: Row
+    handled_error: BaseException | None
+
+
 class CallTrace:
     """Makes the rows of one pass, in the order in which calls start.
 
@@ -157,7 +164,7 @@ class CallTrace:
         self._counts: dict[int, int] = {}
         self._completed = 0
         # For each module of the copy, the calls that have not returned, and errors handled then.
-        self._open: dict[int, list[tuple[Row, BaseException | None]]] = {}
+        self._open: dict[int, list[_OpenCall]] = {}
         names = dict(net.named_modules(remove_duplicate=False))
         copies = dict(twin.named_modules(remove_duplicate=False))
         self._originals = {id(module): names[name] for name, module in copies.items()}
@@ -198,7 +205,7 @@ class CallTrace:
             row.input_shape = _input_shape(args, kwargs)
             if id(module) in self._ambiguous:
                 row.called_as = calling_name(self._names)
-            self._open.setdefault(id(module), []).append((row, sys.exc_info()[1]))
+            self._open.setdefault(id(module), []).append(_OpenCall(row, sys.exc_info()[1]))
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if id(module) not in self._originals:

@@ -1,0 +1,221 @@
+"""What a module's own code calls: a function mode that is active only while that code runs.
+
+NOTE [Where the mode is active]
+
+Torch hands each call of its functions to the function modes of a thread. Ours is entered around the
+call of a module with a selected operation, and left for the calls of other modules in it, also from
+under modes that the own code has entered since. So the rest of the network pays nothing, and keeps
+its fast paths, which torch does not take under a mode. Both are done around the calls, not by
+hooks, which don't run after an interruption.
+
+Hooks of the module run inside its call, and are no own code, whoever has added them. So the mode
+begins paused: the last hook before the forward resumes it, and the first behind it pauses it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from scio_recorder.capture.around import AroundPlain, Uncopied
+from scio_recorder.capture.checkpoint_regions import regions
+from scio_recorder.errors import PostprocessorError
+from scio_recorder.layer import Layer
+from scio_recorder.nets.operations import function_name, returns_tensors
+from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import memories_of, same_bits, version_of
+
+# Operators that write to their first argument, by their names without underscores.
+_OPERATORS = "add and floordiv lshift matmul mod mul or pow rshift sub truediv xor"
+_IN_PLACE = {f"i{name}" for name in _OPERATORS.split()}
+
+
+class FunctionHook(Protocol):
+    """Takes the calls of one function, as hooks on a module do."""
+
+    def before(self, module: None, args: Any, kwargs: Any) -> Any:
+        """Take the inputs; return those that the function receives instead."""
+
+    def after(self, module: None, args: Any, output: Any) -> Any:
+        """Take the output; return what the code goes on with, None for the same."""
+
+
+class _OwnCode(TorchFunctionMode):
+    """Takes the calls of some functions while the own code of one call of a module runs."""
+
+    def __init__(self, hooks: _Functions, sees_inputs: bool, changes: bool) -> None:
+        super().__init__()
+        self._hooks = hooks
+        # Whether inputs are looked at, and whether post-processors may change something.
+        self._sees_inputs = sees_inputs
+        self._changes = changes
+        self.is_paused = True
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or self.is_paused:
+            return func(*args, **kwargs)
+        hook = self._hooks[func]
+        if hook is None:
+            return func(*args, **kwargs)
+        if self._sees_inputs:
+            received = hook.before(None, args, kwargs)
+            if received is not None:
+                args, kwargs = received
+        before = _Before(args, kwargs) if self._changes else None
+        output = func(*args, **kwargs)
+        if not returns_tensors(output):
+            return output
+        changed = hook.after(None, args, output)
+        if changed is None or before is None or not before.is_written(output, func):
+            return output if changed is None else changed
+        _write(changed, output, function_name(func))
+        return output
+
+
+class _Before:
+    """The tensors that a function is given, to tell whether it writes to the one it returns."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        self._has_place = kwargs.get("out") is not None
+        # Tensors of inference mode have no version.
+        self._versions = {
+            id(one): version if (version := version_of(one)) != -1 else one.clone() for one in given
+        }
+
+    def is_written(self, output: Any, function: Any) -> bool:
+        """Whether the function has returned what it was given, and written to it."""
+        before = self._versions.get(id(output))
+        if isinstance(before, Tensor):
+            name = function_name(function)
+            is_in_place = name.endswith("_") or name in _IN_PLACE or self._has_place
+            return is_in_place or not same_bits(before, output)
+        return before is not None and before != version_of(output)
+
+
+def _write(changed: Any, output: Tensor, function: str) -> None:
+    """Put what a post-processor gave into the tensor to which an operation has written."""
+    try:
+        if _is_saved(output):
+            raise RuntimeError("autograd has saved what the operation returned")
+        output.copy_(changed)
+    except RuntimeError as error:
+        raise PostprocessorError(
+            f"{function} writes to its own argument, so what the post-processor gave must be "
+            f"written there too, but {error}: run the pass under torch.no_grad(), inside "
+            "torch.autograd.graph.allow_mutation_on_saved_tensors(), or change another operation"
+        ) from error
+
+
+def _is_saved(output: Tensor) -> bool:
+    """Whether autograd would notice that an output was changed, and fail in the backward pass."""
+    if private.allows_mutation():
+        return False
+    names = (name for name in dir(output.grad_fn) if name.startswith("_saved_"))
+    saved = [getattr(output.grad_fn, name) for name in names]
+    own = memories_of(output)
+    return any(isinstance(one, Tensor) and memories_of(one) & own for one in saved)
+
+
+def refuse_checkpointed(row: Layer) -> None:
+    """Refuse to change an operation in a checkpointed function, whose second run is not seen."""
+    if regions((AroundOwnCode.run.__code__,)):
+        raise PostprocessorError(
+            f"{row} is in a checkpointed function that is no module, so its second run is not "
+            "seen: let the post-processor act on a layer, or checkpoint a module"
+        )
+
+
+class _Functions(dict[Any, "FunctionHook | None"]):
+    """The hook on a function, or None, looked up by name the first time."""
+
+    def __init__(self, hooks: Mapping[str, FunctionHook]) -> None:
+        super().__init__()
+        self._by_name = hooks
+
+    def __missing__(self, function: Any) -> FunctionHook | None:
+        found = self[function] = self._by_name.get(function_name(function))
+        return found
+
+
+class AroundOwnCode(AroundPlain):
+    """Stands around the calls of a module whose own code is recorded, or that such code may call.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    site : object
+        That of the recorder's hooks.
+    hooks : mapping
+        The hooks on functions of its own code, by name; none for a module that is only called.
+    """
+
+    def __init__(self, module: nn.Module, site: Any, hooks: Mapping[str, FunctionHook]) -> None:
+        super().__init__(module)
+        self.site = site
+        self._hooks = _Functions(hooks) if hooks else None
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Call the module, in a mode of its own or in none of this recorder."""
+        local = self.site.local
+        outer, own = local.own_code, self._mode()
+        if outer is None and own is None:
+            return self.call(args, kwargs)
+        modes = private.function_modes()
+        try:
+            local.own_code = own
+            others = [mode for mode in modes if mode is not outer]
+            private.set_function_modes(others if own is None else [*others, own])
+            return self.call(args, kwargs)
+        finally:
+            private.set_function_modes(modes)
+            local.own_code = outer
+
+    def _mode(self) -> _OwnCode | None:
+        if self._hooks is None:
+            return None
+        active = self.site.local.active
+        if active is not None:
+            return _OwnCode(self._hooks, active.sees_inputs, active.posts.acts)
+        is_again = self.site.reruns and private.backward_pass() != -1
+        if not is_again or self.site.local.is_idle:
+            return None
+        return _OwnCode(self._hooks, sees_inputs=True, changes=True)
+
+    def run_traced(self, args: Any, kwargs: Any) -> Any:
+        """Call the module: in compiled code operations are not recorded."""
+        return self.call(args, kwargs)
+
+
+class OwnCodeHook(Uncopied):
+    """The hooks next to the forward of a module, between which its own code runs."""
+
+    __slots__ = ("local", "site")
+
+    def __init__(self, site: Any) -> None:
+        self.site = site
+        self.local = site.local
+
+    def resume(self, module: nn.Module, args: Any) -> None:
+        """Let the mode take what comes, as the last hook before the forward."""
+        own = self.local.own_code
+        if own is not None and not torch.compiler.is_dynamo_compiling():
+            own.is_paused = False
+
+    def pause(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Let the mode take nothing, as the first hook behind the forward."""
+        own = self.local.own_code
+        if own is not None and not torch.compiler.is_dynamo_compiling():
+            own.is_paused = True

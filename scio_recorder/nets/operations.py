@@ -1,0 +1,70 @@
+"""Operations: the names of torch's functions, and the lines of code that call them."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Where modules are called.
+_CALLS = inspect.getfile(nn.Module)
+
+
+@lru_cache(4096)
+def function_name(function: Any) -> str:
+    """Return the name by which an operation is known: a getter has its property's.
+
+    Examples
+    --------
+    >>> function_name(torch.Tensor.__getitem__), function_name(torch.Tensor.T.__get__)
+    ('getitem', 'T')
+    >>> function_name(torch.ops.aten.add.Tensor), function_name(torch.nn.functional.softmax)
+    ('add', 'softmax')
+    """
+    name = getattr(function, "__name__", None) or type(function).__name__
+    if name == "__get__":
+        name = getattr(function.__self__, "__name__", name)
+    name = str(name).rpartition("::")[2].partition(".")[0]
+    is_special = name.startswith("__") and name.endswith("__")
+    return name[2:-2] if is_special else name
+
+
+def returns_tensors(output: Any) -> bool:
+    """Whether a call counts as an operation: it returned a tensor, or a tuple or list with one."""
+    if isinstance(output, Tensor):
+        return True
+    return isinstance(output, tuple | list) and any(isinstance(one, Tensor) for one in output)
+
+
+class Line(NamedTuple):
+    """A line of code."""
+
+    file: str
+    line: int
+    source: str
+
+
+def calling_line(depth: int) -> Line:
+    """Return the line that calls a torch function, inside a function mode that was called for it.
+
+    It is that of the innermost frame outside of torch between the call and the ``forward`` of the
+    module; where all is torch's own, of that ``forward``. ``depth`` is the number of functions
+    around this one that are the mode's own.
+    """
+    frame: Any = inspect.currentframe()
+    for _ in range(depth):
+        frame = frame.f_back
+    found = frame
+    while frame is not None and frame.f_code.co_filename != _CALLS:
+        found = frame
+        if not frame.f_code.co_filename.startswith(_TORCH):
+            break
+        frame = frame.f_back
+    file, line = found.f_code.co_filename, found.f_lineno
+    return Line(file, line, linecache.getline(file, line, found.f_globals).strip())
