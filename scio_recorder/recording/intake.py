@@ -26,7 +26,7 @@ from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.stores.disk_format.medium import parsing
 from scio_recorder.stores.disk_format.tensor_file import expect
 from scio_recorder.stores.kept_inputs import KeptCall
-from scio_recorder.tensors.copies import gathered, is_dense, version_of
+from scio_recorder.tensors.copies import gathered, is_dense, version_of, without_lazy_sign
 from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.structures import tensors
 
@@ -80,8 +80,8 @@ class LayerIntake:
                 f"layer {self.layer} returned a nested, sparse or quantised tensor, which can't "
                 "be kept sample by sample: make it dense with transform="
             )
+        kept = without_lazy_sign(gathered(result))
         # A net may differentiate in its forward: kept tensors are detached there, too.
-        kept = gathered(result)
         return kept.detach() if kept.requires_grad else kept
 
     def _apply(self, transform: Transform, activation: Any) -> Any:

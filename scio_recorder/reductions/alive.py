@@ -75,6 +75,7 @@ class Alive(RowReduction):
     (3, [0.0, 0.666...], [True, False], [0.0, 3.0])
     """
 
+    _needs_values = False
     _state_names = ("_rows", "_active", "_at_bound", "_low", "_high")
     _state_kinds = ("whole", *["tensor int64 {units}"] * 2, *["tensor float.. {units}"] * 2)
     _rows: int

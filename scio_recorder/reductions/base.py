@@ -16,7 +16,14 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError, raised_by
 from scio_recorder.layer import counted
-from scio_recorder.tensors.copies import DTYPES, dtype_name, gathered, is_dense, with_float64
+from scio_recorder.tensors.copies import (
+    DTYPES,
+    dtype_name,
+    gathered,
+    is_dense,
+    with_float64,
+    without_lazy_sign,
+)
 from scio_recorder.tensors.structures import map_tensors
 
 _T = TypeVar("_T")
@@ -370,7 +377,7 @@ class SampleReduction(Reduction):
         """
         self._check(activation)
         with undisturbed(activation.device.type):
-            samples = with_float64(gathered(activation)).detach()
+            samples = with_float64(without_lazy_sign(gathered(activation))).detach()
             labels = None if self._by is None else labels_of(self._by, batch, len(samples), to_rows)
             if self._is_empty(samples):
                 return
@@ -642,6 +649,8 @@ class RowReduction(SampleReduction):
         The other arguments.
     """
 
+    _needs_values: ClassVar[bool] = True
+
     def __init__(self, feature_dim: int | None, *, by: By | None = None, **options: Any) -> None:
         self._feature_dim = feature_dim
         self._options = {"feature_dim": feature_dim, **options}
@@ -664,6 +673,14 @@ class RowReduction(SampleReduction):
                 f"{len(shape) - 1}, or feature_dim=None to flatten all of them."
             )
         return (shape[dim],)
+
+    def _accept(self, samples: Tensor) -> None:
+        if self._needs_values and not samples.numel():
+            raise CollectError(
+                f"{self!r} was given samples of shape {tuple(samples.shape[1:])}, which hold no "
+                "values: leave the layer out"
+            )
+        super()._accept(samples)
 
     def _is_empty(self, samples: Tensor) -> bool:
         # Samples may have no positions.

@@ -214,6 +214,20 @@ def gathered(tensor: Tensor) -> Tensor:
     return whole.detach()
 
 
+def without_lazy_sign(tensor: Tensor) -> Tensor:
+    """Return a tensor without a sign that torch applies only where numbers are read.
+
+    Torch forgets such a sign where it copies from float32 to float16 or back.
+
+    Examples
+    --------
+    >>> parts = torch.tensor([1 + 2j]).conj().imag
+    >>> parts.is_neg(), without_lazy_sign(parts).is_neg()
+    (True, False)
+    """
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
 class StridedCopy:
     """A copy of a plain tensor, perhaps elsewhere or narrower, that comes back with its strides.
 

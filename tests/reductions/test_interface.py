@@ -328,6 +328,23 @@ def test_samples_without_positions_are_none(make: Make) -> None:
     assert_same(reduction.compute(), other.compute())
 
 
+@pytest.mark.parametrize("make", [Covariance, lambda dim: Quantiles([0.5], dim)])
+@pytest.mark.parametrize(("dim", "shape"), [(None, (3, 0)), (None, (3, 4, 0)), (1, (3, 0, 4))])
+def test_samples_without_values(make: Make, dim: int | None, shape: tuple[int, ...]) -> None:
+    with pytest.raises(CollectError, match="hold no values: leave the layer out"):
+        make(dim).update(torch.ones(shape))
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_sign_that_is_not_applied_yet(make: Make, dtype: torch.dtype) -> None:
+    data = DATA.to(dtype)
+    later, now = make(), make()
+    later.update(torch._neg_view(data))
+    now.update(-data)
+    assert_same(later.compute(), now.compute())
+
+
 @pytest.mark.parametrize("make", [Alive, Covariance, lambda dim: Quantiles([0.5], dim)])
 def test_another_number_of_features(make: Make) -> None:
     reduction = make(1)

@@ -111,14 +111,16 @@ class StoreTests:
                 assert_same(recording, {(0, 1): torch.cat(given)})
                 assert recording["0-1"].dtype == dtype
 
-    def test_every_form_of_a_tensor(self, store):
+    @pytest.mark.parametrize("dtype", [None, torch.float16])
+    def test_every_form_of_a_tensor(self, store, dtype):
         forms = [form for name in FORMS for form in ("plain", name, "plain", name)]
         data = [torch.randn(4, 3) for _ in forms]
         given = [{"x": x, "form": form} for x, form in zip(data, forms, strict=True)]
         rnet = Recorder(FormsNet(), input_data=given[0])
         rnet.record("1-1")
         wanted = torch.cat([FORMS[one["form"]](one["x"]).detach().clone() for one in given])
-        recording = rnet.collect(given, store=store, progress=False)
+        wanted = wanted.to(dtype or wanted.dtype)
+        recording = rnet.collect(given, store=store, dtype=dtype, progress=False)
         assert_same(recording, {(1, 1): wanted})
         assert not recording["1-1"].requires_grad
 
