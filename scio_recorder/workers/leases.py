@@ -5,9 +5,10 @@ NOTE [How a part is held]
 The holder of a part has put an object ``lease-PART-NUMBER`` under an unused name. It puts one with
 the next number every 15 s. Others take a part over, by putting the next number, once its newest one
 is 60 s old. No clocks of two machines are compared: the store says when it got that number, and
-when it got an object that the worker has put just now. If several put a number, one succeeds. A
-holder that has not renewed for 45 s of *its* clock writes nothing more. If it finds that another
-worker has put the next number, it knows that it has lost the part.
+when it got an object that the worker has put just now. A time in the future says nothing; then a
+worker waits until it has seen the number for 60 s. If several put a number, one succeeds. A holder
+that has not renewed for 45 s of *its* clock writes nothing more. If it finds that another worker
+has put the next number, it knows that it has lost the part.
 
 A worker may be stopped for any time between looking and acting. So the commit decides, which is put
 under the next unused number of its part: if two workers believe that they hold a part, the second
@@ -264,6 +265,8 @@ class Claims:
         self._done: set[int] = set()
         self._free: list[int] = []
         self._leases: dict[int, _Newest] = {}
+        # When this worker first saw a lease from the future, by its name and its time.
+        self._seen: dict[tuple[str, float], float] = {}
         self._failures = 0
         self._look()
 
@@ -354,13 +357,21 @@ class Claims:
         """List the newest lease of each part, with its age by the clock of the store."""
         now, times = self._times()
         self._leases = {
-            part: _Newest(number, now - times[lease_name(part, number)])
+            part: _Newest(number, self._age(lease_name(part, number), now, times))
             for part, number in newest_leases(times).items()
             if part < self.num_parts and part not in self._done
         }
         taken = self._done | self._leases.keys()
         self._free = [part for part in range(self.num_parts) if part not in taken]
         self._dice.shuffle(self._free)
+
+    def _age(self, name: str, now: float, times: Mapping[str, float]) -> float:
+        """Return for how long a lease has not been renewed, at least."""
+        age = now - times[name]
+        if -math.inf < age < 0:
+            # An object that was removed and put again has another time.
+            age = self._looked_at - self._seen.setdefault((name, times[name]), self._looked_at)
+        return age
 
     def _times(self) -> tuple[float, dict[str, float]]:
         """Return the time by the clock of the store, and when each lease was put."""

@@ -210,6 +210,33 @@ def test_who_is_slow_takes_nothing_over(monkeypatch):
     assert other.take() is not None
 
 
+def test_a_lease_from_the_future_is_taken_by_who_has_seen_it_for_a_minute():
+    one = Alone()
+    lease, other = one.worker("a").take(), one.worker("b")
+    assert lease is not None
+
+    def set_clock(hours: float) -> None:
+        newest = max(name for name in one.names if name.startswith(leases.PREFIX))
+        one.world.times[newest] += hours * 3600
+
+    for _ in range(10):
+        set_clock(1)
+        assert other.take() is None
+        one.pass_time(15)
+        lease.renew()
+    # Given back and taken anew, under the same name.
+    lease.give_back()
+    assert one.worker("c").take() is not None
+    set_clock(2)
+    one.pass_time(59)
+    assert other.take() is None
+    assert one.worker("d").take() is None
+    one.pass_time(59)
+    assert other.take() is None
+    one.pass_time(2)
+    assert other.take() is not None
+
+
 def test_a_clock_that_was_cleared_away_tells_nothing(monkeypatch):
     one = Alone()
     assert one.worker("a").take() is not None
