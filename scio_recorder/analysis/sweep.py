@@ -75,15 +75,12 @@ def sweep(
         )
     _check(capture, metric)
     inputs = _inputs("clean", clean), _inputs("corrupted", corrupted)
-    with (
-        untouched(capture.net, *inputs[0], *inputs[1]) as state,
-        # It ends with gradients as they were when it began.
-        torch.inference_mode(False),
-        torch.set_grad_enabled(estimate),
-    ):
-        runs = _Runs(capture, metric, state)
+    with torch.inference_mode(False), torch.set_grad_enabled(estimate):
+        # The state that is put back includes the hooks, so that no run finds them changed.
+        runs = _Runs(capture, metric)
         try:
-            return (_estimated if estimate else _patched)(runs, *inputs, positions)
+            with untouched(capture.net, *inputs[0], *inputs[1]) as runs.state:
+                return (_estimated if estimate else _patched)(runs, *inputs, positions)
         finally:
             runs.hooks.remove()
 
@@ -91,10 +88,12 @@ def sweep(
 class _Runs:
     """Whole runs of a network, all from one state, in which outputs of layers may be replaced."""
 
-    def __init__(self, capture: Capture, metric: Any, state: NetState) -> None:
+    state: NetState
+
+    def __init__(self, capture: Capture, metric: Any) -> None:
         self.architecture, self.labels = capture.architecture, capture.recording
         self._net, self._program = capture.net, capture.program
-        self._metric, self._state = metric, state
+        self._metric = metric
         # Copies of what the layers return in the clean run, which is the first.
         self.outputs: dict[RowIdx, Any] = {}
         self._counts: Counter[int] = Counter()
@@ -108,7 +107,7 @@ class _Runs:
     def run(self, inputs: Inputs, replace: _Replace) -> Any:
         """Run the network on inputs, and return what the metric makes of its output."""
         if self._counts:
-            self._state.put_back()
+            self.state.put_back()
         # A graph can't keep tensors of inference mode, and networks can't write to its leaves.
         args, kwargs = map_tensors(twin, inputs) if torch.is_grad_enabled() else inputs
         self._counts, self._replace = Counter(), replace
