@@ -16,6 +16,7 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError, raised_by
 from scio_recorder.layer import counted
+from scio_recorder.tensors.arithmetic import undisturbed
 from scio_recorder.tensors.copies import (
     DTYPES,
     dtype_name,
@@ -204,32 +205,6 @@ def join_means(count: Any, mean: Any, other_count: Any, other_mean: Any) -> tupl
     # A weighted mean and not "mean + delta * share": an infinite mean stays infinite.
     joined = mean * (count / total) + other_mean * share
     return joined, (other_mean - mean) * (count * share) ** 0.5
-
-
-def float32_products_are_exact(device: torch.device) -> bool:
-    """Return whether matrix products of float32 tensors keep float32's precision here.
-
-    Users may allow TensorFloat32 or bfloat16 inside products. That is fine for a network, but
-    ruins a covariance.
-    """
-    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
-    if precision is None:  # before torch 2.9
-        return torch.get_float32_matmul_precision() == "highest"
-    return precision in ("none", "ieee")
-
-
-@contextlib.contextmanager
-def undisturbed(device_type: str) -> Iterator[None]:
-    """Compute as if the caller had set no mode.
-
-    State made under ``inference_mode`` could never be updated outside it, and autocast would
-    multiply matrices in half precision.
-    """
-    is_mixed = torch.is_autocast_enabled(device_type)
-    autocast = torch.autocast(device_type, enabled=False) if is_mixed else contextlib.nullcontext()
-    with torch.inference_mode(False), torch.no_grad(), autocast:
-        yield
 
 
 def labels_of(by: By, batch: object, count: int, to_rows: By | None = None) -> list[Label]:

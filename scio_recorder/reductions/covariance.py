@@ -12,10 +12,10 @@ from scio_recorder.reductions.base import (
     By,
     Label,
     RowReduction,
-    float32_products_are_exact,
     in_order,
     join_means,
 )
+from scio_recorder.tensors.arithmetic import float32_products_are_exact
 
 # The number of rows multiplied at once: enough that the overhead of a block is small, few enough
 # that the block stays in the cache.
