@@ -17,6 +17,7 @@ The tree::
     ├── RecomputeError      (LookupError)   an activation that can't be recomputed
     ├── ComparisonError     (ValueError)    runs that can't be compared
     ├── NonFiniteError      (ArithmeticError) a NaN or an infinity was made
+    ├── AttentionError      (ArithmeticError) weights of attention that can't be had
     ├── MissingPackageError (ModuleNotFoundError) a package of an extra is not installed
     └── UnsupportedTorchError (RuntimeError) torch or Python works differently in this version
 
@@ -39,6 +40,7 @@ from typing import Any
 
 __all__ = [
     "ArgumentError",
+    "AttentionError",
     "CollectError",
     "CollectWarning",
     "ComparisonError",
@@ -163,6 +165,10 @@ class NonFiniteError(RecorderError, ArithmeticError):
     """A network made a NaN or an infinity; ``origin`` says where."""
 
     origin: Any = None
+
+
+class AttentionError(RecorderError, ArithmeticError):
+    """Weights of attention can't be computed, or don't explain what the kernel returned."""
 
 
 class MissingPackageError(RecorderError, ModuleNotFoundError):

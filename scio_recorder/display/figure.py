@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -256,7 +256,8 @@ def _extent_of(count: int) -> float:
 
 def _name_ticks(axis: Axes, side: str, names: Sequence[str], extent: float) -> None:
     """Write names along an axis, as large and as many as there is room for."""
-    places = range(0, len(names), max(1, math.ceil(len(names) / _MOST_NAMES)))
+    most = min(_MOST_NAMES, 9 * extent)
+    places = range(0, len(names), max(1, math.ceil(len(names) / most)))
     # As large as the distance of two neighbours allows.
     size = min(8.0, 0.8 * 72 * extent / max(1, len(names)) * places.step)
     shown = [_short(names[place]) for place in places]
@@ -407,3 +408,68 @@ def draw_effects(
     axis.set(xlim=(-0.6, len(layers) - 0.4), ylabel="metric")
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return figure
+
+
+def draw_attention(
+    title: str, weights: Floats, heads: Sequence[str], names: tuple[Sequence[str], Sequence[str]]
+) -> Figure:
+    """Draw weights of attention: a map for each head, the first query at the top.
+
+    Colours are on a square-root scale.
+
+    Parameters
+    ----------
+    title : str
+        The meaning of the weights.
+    weights : array of float
+        [heads, queries, keys]
+    heads : sequence of str
+        Names of the heads.
+    names : (sequence of str, sequence of str)
+        Names of queries and keys.
+    """
+    columns, rows = _grid_of(len(heads))
+    height, width = _extents_of_maps(len(heads), [len(side) for side in names])
+    margin = 0.5 + 0.075 * max(map(len, map(_short, (*names[0], *names[1]))), default=0)
+    size = columns * (width + 0.15) + margin + 1.0, rows * (height + 0.3) + margin + 0.5
+    figure = blank((max(3.5, size[0]), size[1]))
+    figure.suptitle(title, fontsize=10, parse_math=False, wrap=True)
+    from matplotlib.colors import PowerNorm
+
+    # Square roots, or a few large weights would leave nothing else to see.
+    norm = PowerNorm(0.5, 0.0, float(np.nanmax(weights, initial=0.0)) or 1.0)
+    # Cells are squares, unless a map would be too narrow.
+    aspect: Literal["auto", "equal"] = "equal" if 0.25 < width / height < 4 else "auto"
+    axes = [figure.add_subplot(rows, columns, place + 1) for place in range(len(heads))]
+    for place, axis in enumerate(axes):
+        axis.set_facecolor(_GREY)
+        axis.imshow(weights[place], "Blues", norm, aspect=aspect)
+        axis.set_title(heads[place], fontsize=8, parse_math=False, pad=3)
+        _name_ticks(axis, "x", names[1] if place + columns >= len(heads) else [], width)
+        _name_ticks(axis, "y", names[0] if place % columns == 0 else [], height)
+    figure.supxlabel("key", fontsize=9)
+    figure.supylabel("query", fontsize=9)
+    if axes:
+        length = min(4.0, rows * height)
+        shape: dict[str, Any] = {
+            "shrink": length / (rows * height),
+            "aspect": 8 * length,
+            "pad": 0.02,
+        }
+        bar = figure.colorbar(axes[0].images[0], ax=axes, **shape)
+        bar.ax.tick_params(labelsize=7)
+    return figure
+
+
+def _grid_of(count: int) -> tuple[int, int]:
+    """Return numbers of columns and rows for several maps, if possible without a gap."""
+    least = max(1, min(8, math.ceil(math.sqrt(count))))
+    columns = next((one for one in range(least, 9) if count % one == 0), least)
+    return columns, max(1, math.ceil(count / columns))
+
+
+def _extents_of_maps(count: int, sizes: Sequence[int]) -> list[float]:
+    """Return height and width in inches of each of several maps with cells that are squares."""
+    longest = max(1, *sizes)
+    extent = 1.8 if count > 1 else min(9.0, max(2.8, 0.3 * longest))
+    return [max(0.4, extent * size / longest) for size in sizes]
