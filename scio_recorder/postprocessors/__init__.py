@@ -7,7 +7,19 @@ tensors are changed and the rest is passed on unchanged. An activation keeps its
 Arguments that can't work raise :class:`~scio_recorder.errors.PostprocessorError`.
 """
 
+from scio_recorder.postprocessors.knockout import Knockout
 from scio_recorder.postprocessors.values import Ablate, Add, Clip, GaussianNoise, Replace, Scale
 from scio_recorder.postprocessors.wrapping import At, Heads, OnInput
 
-__all__ = ["Ablate", "Add", "At", "Clip", "GaussianNoise", "Heads", "OnInput", "Replace", "Scale"]
+__all__ = [
+    "Ablate",
+    "Add",
+    "At",
+    "Clip",
+    "GaussianNoise",
+    "Heads",
+    "Knockout",
+    "OnInput",
+    "Replace",
+    "Scale",
+]
