@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from scio_recorder.analysis.comparing.compare import compare
     from scio_recorder.analysis.similarity import similarity
     from scio_recorder.events import Tracker, track
-    from scio_recorder.layer import DepthIdx, Layer
+    from scio_recorder.layer import DepthIdx, Layer, Operation, OperationIdx
     from scio_recorder.nets.architecture import Architecture
     from scio_recorder.recompute.checkpointer import ActivationCheckpointer, CheckpointConfig
     from scio_recorder.recorder.recorder import Recorder
@@ -25,6 +25,8 @@ __all__ = [
     "DepthIdx",
     "Layer",
     "Nodes",
+    "Operation",
+    "OperationIdx",
     "Recorder",
     "Recording",
     "Tokens",
@@ -45,6 +47,8 @@ _HOMES = {
     "DepthIdx": "layer",
     "Layer": "layer",
     "Nodes": "recording.row_kinds",
+    "Operation": "layer",
+    "OperationIdx": "layer",
     "Recorder": "recorder.recorder",
     "Recording": "recording",
     "Tokens": "recording.row_kinds",
