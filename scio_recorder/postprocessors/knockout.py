@@ -15,6 +15,10 @@ from scio_recorder.nets.attention_arguments import bias_of, bound_arguments, joi
 from scio_recorder.nets.records import Inputs
 from scio_recorder.postprocessors.floating_map import integers, refuse_nested
 
+# If scores lie so far apart, the weight of the lower one is zero in every dtype. The lowest number
+# of a dtype, -1e9 and -1e4 in masks are meant like minus infinity.
+_ZERO_BELOW = 5000.0
+
 
 @dataclass(frozen=True)
 class Knockout:
@@ -35,8 +39,8 @@ class Knockout:
     ------
     PostprocessorError
         ``queries``, ``keys`` or ``heads`` are no integers; at a pass, there is no such position or
-        head, or a query would be left without a key. One that had none before is left as it is, and
-        a key whose mask is the lowest number of the dtype is one that it has not.
+        head, or a query would be left without a key: those left, if any, are masked, by minus
+        infinity or another number below -5,000. A query that had none before is left as it is.
 
     References
     ----------
@@ -142,16 +146,18 @@ class Knockout:
             where = self._named("heads", leading[-1])[:, None, None] & where
             bias = bias.expand(*leading, -1, -1)
         result = bias.masked_fill(where.to(bias.device), -math.inf)
-        lowest = torch.finfo(bias.dtype).min / 2  # Scores have been added to the lowest number.
-        had, has = ((one > lowest).any(-1) for one in (bias, result))
-        empty: list[list[int]] = [] if has_more else (had & ~has).nonzero().tolist()
+        before, after = bias.amax(-1), result.amax(-1)
+        # Half of it, since scores have been added to the lowest number.
+        had = before > torch.finfo(bias.dtype).min / 2
+        lost = had & (before - after > _ZERO_BELOW)
+        empty: list[list[int]] = [] if has_more else lost.nonzero().tolist()
         if empty:
             of_head = "" if self.heads is None else f" of head {empty[0][-2]}"
             raise PostprocessorError(
                 f"{self!r} leaves query {empty[0][-1]}{of_head} without a key. Leave it one; "
                 "to take out a head, write OnInput(Heads(...)) for the projection that follows."
             )
-        return result
+        return torch.where(had[..., None], result, bias)
 
     def _named(self, name: str, count: int) -> Tensor:
         """Return whether each of a number of positions is named."""
