@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from scio_recorder.errors import ArgumentError, needing
-from scio_recorder.events import Event, Tracker
-from scio_recorder.nets.selection import choose_modules
-from scio_recorder.recording.statistics import (
-    OF_STATES,
-    OF_UNITS,
-    STATISTICS,
-    RunningStatistics,
-    check_names,
-)
-from scio_recorder.tensors.arguments import boolean, whole
+from scio_recorder.errors import needing
+from scio_recorder.integrations.training import NO_CALLS, GuardedRun, StepObserver
 
 if TYPE_CHECKING:
     from scio_recorder.analysis.guarding.guard import Action, Guard
@@ -51,10 +40,12 @@ class LayerStatsMonitor(Callback):
     statistics : collection of str
         Some of "mean", "std", "norm" (all three over finite values), "zeros" (the share of values
         that are exactly zero) and "nonfinite" (the number of values that are NaN or infinite).
-        Three more are off by default: "max_abs" (the largest absolute value), "dead" (the share
-        of units, channels or features, whose values in that step are all equal) and "saturated"
-        (the share of units with 95 % of their values at a bound of the activation function). The
-        last two are for activations only, and all three for the first tensor that a module returns.
+        Four more are off by default: "max_abs" (the largest absolute value), "dead" (the share
+        of units, channels or features, whose values in that step are all equal), "saturated"
+        (the share of units with 95 % of their values at a bound of the activation function) and
+        "exploding" (the share of units whose largest absolute value is more than 20 times that of
+        the median unit, as on pages). The last three are for activations only, and all four for the
+        first tensor that a module returns.
     gradients : bool, default True
         Also log statistics of gradients. Under gradient scaling they are scaled. If batches are
         accumulated, they are gradients of the loss as Lightning divides it.
@@ -84,6 +75,7 @@ class LayerStatsMonitor(Callback):
 
     Examples
     --------
+    >>> from torch import nn
     >>> monitor = LayerStatsMonitor(nn.ReLU, "encoder.*", statistics=["mean", "zeros"])
     >>> Trainer(callbacks=[monitor], accelerator="cpu", logger=False).log_every_n_steps
     50
@@ -96,16 +88,8 @@ class LayerStatsMonitor(Callback):
         statistics: Collection[str] = ("mean", "std", "norm", "zeros", "nonfinite"),
         gradients: bool = True,
     ) -> None:
-        if every_n_steps is not None:
-            every_n_steps = whole("every_n_steps", every_n_steps, 1, ArgumentError)
-        self.selectors = selectors
-        self.every_n_steps = every_n_steps
-        self.statistics = check_names(statistics, (*STATISTICS, *OF_UNITS))
-        self.gradients = boolean("gradients", gradients, ArgumentError)
         self.latest: dict[str, float] = {}
-        self._modules: dict[str, nn.Module] = {}
-        self._running: dict[tuple[bool, str], RunningStatistics] = {}
-        self._tracker: Tracker | None = None
+        self._observer = StepObserver(selectors, every_n_steps, statistics, gradients)
         self._stepped = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,8 +107,8 @@ class LayerStatsMonitor(Callback):
         LayerNotFoundError
             A selector matches no module.
         """
-        self._modules = choose_modules(pl_module, self.selectors)
-        self._running, self._stepped = {}, False
+        self._observer.choose(pl_module)
+        self._stepped = False
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -142,10 +126,9 @@ class LayerStatsMonitor(Callback):
         batch_idx : int
             Its number in the epoch.
         """
-        if self._is_due(trainer):
-            self._tracker = Tracker(self._take)
-            for name, module in self._modules.items():
-                self._tracker.register(module, name, grad=self.gradients)
+        usual: int = getattr(trainer, "log_every_n_steps", 0)  # the trainer sets it untyped
+        if self._observer.is_due(_step(trainer) + 1, usual):
+            self._observer.observe()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
@@ -181,12 +164,11 @@ class LayerStatsMonitor(Callback):
         batch_idx : int
             Its number in the epoch.
         """
-        observed = self._tracker is not None
-        self._leave()
+        observed = self._observer.leave()
         if self._stepped or not pl_module.automatic_optimization:
             if observed:
                 self._log(trainer)
-            self._running.clear()
+            self._observer.clear()
             self._stepped = False
 
     def on_exception(
@@ -217,36 +199,12 @@ class LayerStatsMonitor(Callback):
         stage : str
             "fit", here.
         """
-        self._leave()
-        self._modules, self._running = {}, {}
-
-    def _leave(self) -> None:
-        if self._tracker is not None:
-            self._tracker.unregister()
-            self._tracker = None
-
-    def _is_due(self, trainer: Trainer) -> bool:
-        usual: int = getattr(trainer, "log_every_n_steps", 0)  # the trainer sets it untyped
-        every = self.every_n_steps or usual
-        return every > 0 and (_step(trainer) + 1) % every == 0
-
-    def _take(self, event: Event) -> None:
-        has_units = set(OF_UNITS) & set(self.statistics)
-        empty = RunningStatistics(event.type.__name__ if has_units else None)
-        self._running.setdefault((event.grad, event.name), empty).update(event.value)
+        self._observer.end()
 
     def _log(self, trainer: Trainer) -> None:
-        if not self._running:
-            rank_zero_warn(
-                "LayerStatsMonitor saw no call of the modules that it observes: they did not run "
-                "in this step, or run inside a compiled module, where hooks are not called"
-            )
-        self.latest = {
-            f"{'gradients' if grad else 'activations'}_{statistic}/{name}": value
-            for (grad, name), running in self._running.items()
-            for statistic, value in running.scalars().items()
-            if statistic in self.statistics and not (grad and statistic in OF_STATES)
-        }
+        self.latest = self._observer.scalars()
+        if not self.latest:
+            rank_zero_warn(NO_CALLS)
         trainer.callback_metrics.update(
             {key: torch.tensor(value) for key, value in self.latest.items()}
         )
@@ -264,11 +222,6 @@ class GuardCallback(Callback):
     gradients, action, kinds, keep_inputs : optional
         As in ``rnet.guard``.
 
-    Attributes
-    ----------
-    guard : Guard or None
-        The result so far, None before the first run.
-
     Raises
     ------
     ArgumentError
@@ -284,6 +237,7 @@ class GuardCallback(Callback):
 
     Examples
     --------
+    >>> from torch import nn
     >>> from scio_recorder import Recorder
     >>> rnet = Recorder(nn.Sequential(nn.Linear(4, 2)), input_size=(1, 4))
     >>> callback = GuardCallback(rnet, keep_inputs=True)
@@ -301,15 +255,14 @@ class GuardCallback(Callback):
         kinds: Collection[str] = ("nan", "inf"),
         keep_inputs: bool = False,
     ) -> None:
-        if not callable(getattr(rnet, "guard", None)):
-            raise ArgumentError(
-                f"rnet is a {type(rnet).__name__}: write GuardCallback(Recorder(net, ...))"
-            )
-        self.rnet = rnet
-        self.guard: Guard | None = None
-        self._options = {"gradients": gradients, "action": action, "kinds": kinds}
-        self._options["keep_inputs"] = keep_inputs
-        self._block = ExitStack()
+        self._run = GuardedRun(
+            rnet, gradients=gradients, action=action, kinds=kinds, keep_inputs=keep_inputs
+        )
+
+    @property
+    def guard(self) -> Guard | None:
+        """The result so far, None before the first run."""
+        return self._run.guard
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to guard.
@@ -323,7 +276,7 @@ class GuardCallback(Callback):
         stage : str
             "fit", "validate", "test" or "predict".
         """
-        self.guard = self._block.enter_context(self.rnet.guard(**self._options))
+        self._run.begin()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -339,7 +292,7 @@ class GuardCallback(Callback):
         exception : BaseException
             The exception.
         """
-        self._block.__exit__(type(exception), exception, exception.__traceback__)
+        self._run.end(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End the guard.
@@ -358,7 +311,7 @@ class GuardCallback(Callback):
         FlowError
             The recorder's network was not called.
         """
-        self._block.close()
+        self._run.end()
 
 
 def _step(trainer: Trainer) -> int:

@@ -39,7 +39,7 @@ from scio_recorder.tensors.structures import tensors
 
 # The scalars of all values, and of units.
 STATISTICS = ("mean", "std", "norm", "zeros", "nonfinite")
-OF_UNITS = ("max_abs", "dead", "saturated")
+OF_UNITS = ("max_abs", "dead", "saturated", "exploding")
 # Those that mean nothing for gradients.
 OF_STATES = OF_UNITS[1:]
 # Bins reach no further from the mean than this number of standard deviations.
@@ -153,7 +153,8 @@ class RunningStatistics:
 
         ``mean``, ``std`` (n - 1) and ``norm`` (the root of the sum of squares) are over finite
         values, ``zeros`` is a share of all values and ``nonfinite`` a number of values. ``max_abs``
-        is the largest absolute value of all units; ``dead`` and ``saturated`` are shares of units.
+        is the largest absolute value of all units; ``dead``, ``saturated`` and ``exploding`` are
+        shares of units.
         """
         found: dict[str, float] = {}
         count, nonfinite = self.num_finite, self.nans + self._below + self._above
@@ -168,6 +169,7 @@ class RunningStatistics:
         if (units := self.units) is not None:
             found["max_abs"] = float(units.max_abs.max())
             found["dead"] = float(units.dead.double().mean())
+            found["exploding"] = len(_exploding(units.dead, units.max_abs)[0]) / units.dead.numel()
             if units.saturated is not None:
                 found["saturated"] = float(units.saturated.double().mean())
         return found

@@ -241,8 +241,8 @@ def test_no_trace_after_fitting(data: Tensor, tmp_path: Path) -> None:
     monitor = LayerStatsMonitor()
     trainer(tmp_path, monitor).fit(model, loader(data), loader(data))
     assert hooks(model) == 0
-    assert not monitor._modules
-    assert not monitor._running
+    assert not monitor._observer._modules
+    assert not monitor._observer._running
     assert set(monitor.latest) == set(rows(tmp_path)[-1]) - {"step", "epoch"}
 
 

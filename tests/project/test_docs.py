@@ -22,6 +22,7 @@ PUBLIC = (
     "scio_recorder.events",
     "scio_recorder.integrations.lightning",
     "scio_recorder.integrations.tensorboard",
+    "scio_recorder.integrations.transformers",
     "scio_recorder.integrations.vllm",
     "scio_recorder.postprocessors",
     "scio_recorder.reductions",

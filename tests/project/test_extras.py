@@ -13,7 +13,7 @@ pytestmark = pytest.mark.campaign
 
 ABSENT = (
     "obstore", "ray", "lightning", "pandas", "matplotlib", "pyarrow", "datasets", "zarr", "sklearn",
-    "tensorboard",
+    "tensorboard", "transformers",
 )  # fmt: skip
 HEAD = f"""
 import json, sys
@@ -39,6 +39,7 @@ CASES = {
     "recording.save('s3://bucket/run')": "cloud",
     "__import__('scio_recorder.integrations.ray')": "ray",
     "__import__('scio_recorder.integrations.lightning')": "lightning",
+    "__import__('scio_recorder.integrations.transformers')": "transformers",
     "recording.to_frame()": "frame",
     "events.to_frame()": "frame",
     "scio_recorder.compare(recording, other).to_frame()": "frame",

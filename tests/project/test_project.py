@@ -97,6 +97,7 @@ PUBLIC = (
     "scio_recorder.integrations.lightning",
     "scio_recorder.integrations.ray",
     "scio_recorder.integrations.tensorboard",
+    "scio_recorder.integrations.transformers",
     "scio_recorder.integrations.vllm",
     "scio_recorder.postprocessors",
     "scio_recorder.reductions",

@@ -1,0 +1,154 @@
+"""What the callbacks of trainers share: statistics of layers step by step, and a guard of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from scio_recorder.errors import ArgumentError
+from scio_recorder.events import Event, Tracker
+from scio_recorder.nets.selection import choose_modules
+from scio_recorder.recording.statistics import (
+    OF_STATES,
+    OF_UNITS,
+    STATISTICS,
+    RunningStatistics,
+    check_names,
+)
+from scio_recorder.tensors.arguments import boolean, whole
+
+if TYPE_CHECKING:
+    from scio_recorder.analysis.guarding.guard import Guard
+
+NO_CALLS = (
+    "LayerStatsMonitor saw no call of the modules that it observes: they did not run "
+    "in this step, or run inside a compiled module, where hooks are not called"
+)
+
+
+class StepObserver:
+    """Observes modules in some steps of a training; they have no hooks in the others.
+
+    Parameters
+    ----------
+    selectors, every_n_steps, statistics, gradients
+        As in ``LayerStatsMonitor``.
+    """
+
+    def __init__(
+        self,
+        selectors: Collection[Any],
+        every_n_steps: int | None,
+        statistics: Collection[str],
+        gradients: bool,
+    ) -> None:
+        if every_n_steps is not None:
+            every_n_steps = whole("every_n_steps", every_n_steps, 1, ArgumentError)
+        self.every_n_steps = every_n_steps
+        self._selectors = tuple(selectors)
+        self._statistics = check_names(statistics, (*STATISTICS, *OF_UNITS))
+        self._gradients = boolean("gradients", gradients, ArgumentError)
+        self._modules: dict[str, nn.Module] = {}
+        self._running: dict[tuple[bool, str], RunningStatistics] = {}
+        self._tracker: Tracker | None = None
+
+    def choose(self, root: nn.Module) -> None:
+        """Choose the modules of a run, so that a wrong selector is noticed before its first step.
+
+        Raises
+        ------
+        LayerNotFoundError
+            A selector matches no module.
+        """
+        self.end()
+        self._modules = choose_modules(root, self._selectors)
+
+    def is_due(self, step: int, usual: int) -> bool:
+        """Whether a step, the first of which is 1, is logged; usually every ``usual``-th one is."""
+        every = self.every_n_steps or usual
+        return every > 0 and step % every == 0
+
+    def observe(self) -> None:
+        """Put hooks on the modules."""
+        self._tracker = Tracker(self._take)
+        for name, module in self._modules.items():
+            self._tracker.register(module, name, grad=self._gradients)
+
+    def leave(self) -> bool:
+        """Remove the hooks; return whether there were any."""
+        was_observing = self._tracker is not None
+        if self._tracker is not None:
+            self._tracker.unregister()
+            self._tracker = None
+        return was_observing
+
+    def scalars(self) -> dict[str, float]:
+        """Return the statistics so far, by keys such as ``activations_mean/NAME``."""
+        return {
+            f"{'gradients' if grad else 'activations'}_{statistic}/{name}": value
+            for (grad, name), running in self._running.items()
+            for statistic, value in running.scalars().items()
+            if statistic in self._statistics and not (grad and statistic in OF_STATES)
+        }
+
+    def clear(self) -> None:
+        """Begin the statistics of another step."""
+        self._running.clear()
+
+    def end(self) -> None:
+        """Leave no trace of a run."""
+        self.leave()
+        self.clear()
+        self._modules = {}
+
+    def _take(self, event: Event) -> None:
+        has_units = set(OF_UNITS) & set(self._statistics)
+        empty = RunningStatistics(event.type.__name__ if has_units else None)
+        self._running.setdefault((event.grad, event.name), empty).update(event.value)
+
+
+class GuardedRun:
+    """A guard that calls of a trainer begin and end, in place of a ``with`` statement.
+
+    Parameters
+    ----------
+    rnet : Recorder
+        A recorder.
+    **options
+        As in ``rnet.guard``.
+
+    Raises
+    ------
+    ArgumentError
+        This is no recorder.
+    """
+
+    def __init__(self, rnet: Any, **options: Any) -> None:
+        if not callable(getattr(rnet, "guard", None)):
+            raise ArgumentError(
+                f"rnet is a {type(rnet).__name__}: write GuardCallback(Recorder(net, ...))"
+            )
+        self.guard: Guard | None = None
+        self._rnet = rnet
+        self._options = options
+        self._block = ExitStack()
+
+    def begin(self) -> None:
+        """Begin to guard."""
+        self.guard = self._block.enter_context(self._rnet.guard(**self._options))
+
+    def end(self, exception: BaseException | None = None) -> None:
+        """End the guard, as a block does that an exception leaves, if there is one.
+
+        Raises
+        ------
+        FlowError
+            The recorder's network was not called.
+        """
+        if exception is None:
+            self._block.close()
+        else:
+            self._block.__exit__(type(exception), exception, exception.__traceback__)
