@@ -7,6 +7,7 @@ import itertools
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -265,7 +266,7 @@ class Hooks:
         after, before = private.forward_hooks(module)
         hook = OwnCodeHook(self._site)
         if not self._own(after, OwnCodeHook):
-            module.register_forward_hook(hook.pause, prepend=True)
+            module.register_forward_hook(hook.pause)
         if not self._own(before, OwnCodeHook):
             module.register_forward_pre_hook(hook.resume)
         self._put_around(
@@ -336,14 +337,23 @@ class Hooks:
         next_id = RemovableHandle.next_id
         for module in self._modules:
             after, before = private.forward_hooks(module)
-            for number in self._own(after, OwnCodeHook):
-                after.move_to_end(number, last=False)
-            for hooks, last in (after, []), (before, self._own(before, OwnCodeHook)):
-                own = self._own(hooks) + last
-                for number in own if list(hooks)[-len(own) :] != own else ():
-                    # Other threads, which call the module meanwhile, must not miss it.
-                    hooks.move_to_end(number)
+            _arrange(after, first=self._own(after, OwnCodeHook), last=self._own(after))
+            _arrange(before, last=[*self._own(before), *self._own(before, OwnCodeHook)])
         self._checked_at = next_id
+
+
+def _arrange(hooks: OrderedDict[int, Any], *, last: list[int], first: Sequence[int] = ()) -> None:
+    """Put some hooks before all others, and some behind them.
+
+    Below its own order, an ordered dictionary is one in the order of insertion, which `move_to_end`
+    and ``prepend=True`` leave alone, and some versions of dynamo take one for the other. So all
+    hooks are put in again, by one instruction of the interpreter: other threads, which call the
+    module meanwhile, must not miss any.
+    """
+    others = [number for number in list(hooks) if number not in {*first, *last}]
+    wanted = [*first, *others, *last]
+    if list(hooks) != wanted or list(dict.keys(hooks)) != wanted:
+        hooks.update(zip(wanted, map(hooks.pop, wanted), strict=True))
 
 
 class CallHook(NamedTuple):

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -199,16 +200,46 @@ def noted(module: nn.Module) -> Noted:
 
 
 def test_a_hook_that_moves_behind_others_is_never_missing() -> None:
+    """Other threads run between two instructions of the interpreter, and look at hooks then."""
     net = nn.Sequential(linear(), nn.ReLU())
     rnet = recorder(net, "0")
-    hooks = noted(net[0])
-    net[0].register_forward_hook(lambda module, args, output: output + 1)
-    rnet(X)
+    hooks = private.forward_hooks(net[0])[0]
+    seen: set[tuple[int, ...]] = set()
+
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
+        frame.f_trace_opcodes = True
+        seen.add(tuple(hooks))
+        return look
+
+    def traced(call: Any) -> set[tuple[int, ...]]:
+        seen.clear()
+        before = sys.gettrace()
+        sys.settrace(look)
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+        return set(seen)
+
+    (own,) = hooks
+    other = net[0].register_forward_hook(lambda module, args, output: output + 1).id
+    assert traced(lambda: rnet(X)) == {(own, other), (other, own)}
     assert same_bits(rnet.activations["0"], net[0].forward(X) + 1)
-    assert not hooks.missing
-    rnet.remove()
     # The check does see hooks that are taken away.
-    assert hooks.missing
+    assert (other,) in traced(rnet.remove)
+
+
+def test_hooks_lie_in_the_order_in_which_they_act() -> None:
+    """Dynamo, of torch 2.8 for one, takes places in one order for those in the other."""
+    net = nn.Sequential(linear(), nn.ReLU())
+    rnet = recorder(net, "0", "0/linear", inputs=True)
+    for prepend in (False, True):
+        net[0].register_forward_hook(lambda *call: None, prepend=prepend)
+        net[0].register_forward_pre_hook(lambda *call: None, prepend=prepend)
+        rnet(X)
+        for hooks in private.forward_hooks(net[0]):
+            assert len(hooks) == 3 + prepend
+            assert list(hooks) == list(dict.keys(hooks))
 
 
 def test_hooks_on_inputs_come_without_taking_others_away() -> None:
