@@ -375,4 +375,6 @@ def _estimated(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positio
     asked = [shares[at] for at in runs.labels]
     changes = torch.autograd.grad(value, asked, allow_unused=True, materialize_grads=True)
     table = before + torch.stack([one if chosen is None else one[chosen] for one in changes])
+    # Zeros of torch 2.8, where nothing depends on a layer, ask for gradients themselves.
+    table = table.detach()
     return Effects(runs.architecture, runs.labels, chosen, table, first, before, is_estimate=True)

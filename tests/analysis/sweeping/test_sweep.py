@@ -655,6 +655,7 @@ def test_layers_without_a_gradient_are_named() -> None:
     # Nothing of the metric depends on it, as far as autograd knows.
     effects = rnet.sweep(X, Y, torch.sum, estimate=True)
     assert float(effects["first"]) == effects.corrupted
+    assert not effects.values.requires_grad
     inner = Net(lambda own, x: x.argmax(-1))
     rounded = Net(lambda own, x: own.inner(x) + own.last(x).sum(), inner=inner, last=nn.ReLU())
     rnet = recorder(rounded, "inner", "last", input_size=(2, 3))
