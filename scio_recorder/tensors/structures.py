@@ -198,7 +198,7 @@ def _leads_to(value: Any, kind: type, made: Mapping[int, tuple[Any, Any]] | None
         one = todo.pop()
         old, new = (made or {}).get(id(one), (one, one))
         # The class: some objects claim to have another one.
-        if issubclass(type(one), (kind, torch.UntypedStorage)) or old is not new:
+        if issubclass(type(one), (kind, torch.UntypedStorage, memoryview)) or old is not new:
             return True
         if id(one) not in seen:
             seen[id(one)] = one
@@ -301,7 +301,7 @@ class _Copy:
             return self._replace(value)
         if value is None or isinstance(value, _OPAQUE):
             return value
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             return value.copy()
         if id(value) not in self._made:
             new = self._container(value, is_inside)
@@ -328,6 +328,8 @@ class _Copy:
             behind.update((key, self.of(item, is_inside)) for key, item in value.items())
             self.shared += [Shared(value, key) for key in behind]
             return new
+        if isinstance(value, np.ndarray):
+            return self._array(value, is_inside)
         if kind in _VIEWS:
             base, name = _VIEWS[kind]
             return getattr(base(self.of(value.mapping, is_inside)), name)()
@@ -336,6 +338,16 @@ class _Copy:
             new.extend(self.of(item, is_inside) for item in value)
             return new
         return self._object(value, is_inside)
+
+    def _array(self, value: Any, is_inside: bool) -> Any:
+        """Return the copy of an array of objects; one with fields or of a single object shares."""
+        new = self._started(value, value.copy())
+        if value.dtype == object and value.ndim:
+            for place in np.ndindex(value.shape):
+                new[place] = self.of(value[place], is_inside)
+        else:
+            self.shared.append(Shared(value, value.tolist()))
+        return new
 
     def _started(self, old: Any, new: Any) -> Any:
         self._made[id(old)] = old, new

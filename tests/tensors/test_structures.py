@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import operator
@@ -336,6 +337,31 @@ def test_parts_refer_weakly_to_the_new_structure(make: Any) -> None:
         assert new.part.proxy.mark is leaf
         assert new.part.several[0]() is new
         assert new.part.several[1]["inside"][0].mark is leaf
+
+
+def test_arrays_of_objects_hold_copies_of_them() -> None:
+    array = np.empty((2, 2), dtype=object)
+    tensor = torch.ones(2)
+    array[0, 1], array[1, 0], array[1, 1] = tensor, [tensor, array], {"a": 1}
+    leaves, rebuild = flatten(array)
+    assert len(leaves) == 1
+    again = rebuild(["other"])
+    assert array[0, 1] is tensor
+    assert again[0, 1] == "other"
+    assert again[1, 0][0] == "other"
+    assert again[1, 0][1] is again
+    assert again[1, 1] is not array[1, 1]
+
+
+def test_what_shares_memory_out_of_sight_is_found() -> None:
+    tensor, fields = torch.ones(2), np.zeros(2, dtype=[("one", object), ("other", float)])
+    assert holder_out_of_sight(taken_apart(fields).shared) is None
+    fields["one"][0] = tensor
+    memory = memoryview(tensor.numpy())
+    single = np.array(None, dtype=object)
+    single[()] = tensor
+    for value in (fields, memory, (ctypes.c_float * 2).from_buffer(memory), single):
+        assert holder_out_of_sight(taken_apart([value]).shared) is value
 
 
 def test_a_weak_set_is_shared_as_weak_references_are() -> None:
