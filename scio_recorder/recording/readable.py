@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -246,7 +247,7 @@ class Readable(LayerMapping[Any]):
         found = {self._values[label].device.type for label in self.stored}
         return ("host" if found == {"cpu"} else "device") if found else None
 
-    @property
+    @cached_property
     def reductions(self) -> Mapping[RowIdx, Reductions]:
         """The reductions by layer, for merging them with others."""
         return LayerMapping(self.architecture, self._reductions, "reduction")
