@@ -23,6 +23,7 @@ from scio_recorder.capture.watch import Watcher
 from scio_recorder.errors import PostprocessorError, RecorderError, UnsupportedNetError, warn
 from scio_recorder.layer import Layer, RowIdx
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.attention_calls import AttentionRecords
 from scio_recorder.nets.records import Inputs, Records
 from scio_recorder.nets.sharded import Shards, is_sharded
 from scio_recorder.nets.state.moment import LiveMoment
@@ -52,6 +53,7 @@ class _Latest(threading.local):
 
     activations: Records | None = None
     inputs: Records | None = None
+    attention: AttentionRecords | None = None
     gradients: Gradients | None = None
     state = CallStates({}, {})
 
@@ -96,6 +98,8 @@ class Capture:
         self.recording = recording
         self.options = options or RecordOptions()
         self.program = Program(architecture, recording, self.options)
+        # With the operations that are recorded, and others of their functions.
+        self.architecture = self.program.architecture
         self._settings = Settings(net)
         self._shards = Shards(architecture, recording)
         self._known: dict[object, Setting] = {}
@@ -158,6 +162,12 @@ class Capture:
         """The inputs of the latest pass that this thread has run."""
         self._refuse_compiled("inputs")
         return self._latest.inputs or Records(self.architecture, what="input")
+
+    @property
+    def attention(self) -> AttentionRecords:
+        """The attention of layers in the latest pass that this thread has run."""
+        self._refuse_compiled("attention")
+        return self._latest.attention or AttentionRecords(self.architecture)
 
     @property
     def gradients(self) -> Records:
@@ -237,6 +247,14 @@ class Capture:
 
     def _assigned(self, given: Postprocessors) -> Assigned:
         assigned = assign(self.architecture, self.program.order, given)
+        for label in [at for at, post in assigned.items() if isinstance(post, Knockout)]:
+            calls = self.program.attention.get((label[0], label[1]))
+            if calls is None or label in self.program.own_code:
+                raise PostprocessorError(
+                    f"{assigned[label]!r} acts on layer {self.architecture[label]}, whose attention "
+                    "is not recorded: write record(..., attention=True), or attention= the layers"
+                )
+            assigned[calls.first] = assigned.pop(label)
         return Assigned(assigned, self.site.local.run_aside)
 
     def _run(self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass) -> Any:
@@ -273,22 +291,25 @@ class Capture:
         return output
 
     def _finish(self, current: Pass) -> None:
-        activations, inputs = current.finish()
+        activations, inputs, attention = current.finish()
         if not current.is_bare:
             current.learn()
         if current.records_outputs:
             latest = self._latest
-            latest.activations, latest.inputs = activations, inputs
+            latest.activations, latest.inputs, latest.attention = activations, inputs, attention
             if self.options.copy == "auto":
                 activations.copy_from_now_on = partial(current.setting.copy, OUTPUT)
                 if inputs is not None:
                     inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
+                if attention is not None:
+                    attention.outputs.copy_from_now_on = partial(current.setting.copy, OUTPUT)
+                    attention.inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
             latest.gradients = current.gradients
             latest.state = CallStates(current.moments, current.posts.functions)
             received = inputs or Records(self.architecture, what="input")
             for watcher in tuple(self.watchers):
                 if watcher.passes is not None:
-                    watcher.passes.add(activations, received)
+                    watcher.passes.add(activations, received, self.attention)
 
     def _expect_rerun(self, current: Pass) -> None:
         if self.options.gradients:
@@ -362,7 +383,8 @@ class Capture:
                 "OnInput can't act in a compiled pass: call the recorder without torch.compile, "
                 "or let the post-processor act on the output of the layer before"
             )
-        if any(label in self.program.own_code for label in posts or ()):
+        inside = (label in self.program.own_code for label in posts or ())
+        if any(inside) or any(isinstance(post, Knockout) for post in (posts or {}).values()):
             raise PostprocessorError(
                 "a post-processor can't act on an operation in a compiled pass: call the recorder "
                 "without torch.compile, or let it act on a layer"

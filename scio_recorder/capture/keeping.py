@@ -112,7 +112,9 @@ class Setting:
             self.fast = [
                 is_simple
                 and all(
-                    kinds[OUTPUT][at] == BARE and labels[at] and self._program.callers[at] is None
+                    kinds[OUTPUT][at] == BARE
+                    and labels[at] not in self._program.slow
+                    and self._program.callers[at] is None
                     for at in positions
                 )
                 for positions in self._program.positions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -27,6 +27,7 @@ from scio_recorder.capture.own_code import refuse_checkpointed
 from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError, UnsupportedNetError
 from scio_recorder.layer import RowIdx, few
+from scio_recorder.nets.attention_calls import AttentionRecords
 from scio_recorder.nets.calling_names import calling_name
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
 from scio_recorder.nets.refusals import cast_for
@@ -57,6 +58,14 @@ class _PendingInputs(NamedTuple):
     moment: LiveMoment | None
 
 
+class Ended(NamedTuple):
+    """What a pass leaves."""
+
+    activations: Records
+    inputs: Records | None = None
+    attention: AttentionRecords | None = None
+
+
 class Pass:
     """The state of one forward pass, alive on one thread's stack.
 
@@ -65,6 +74,9 @@ class Pass:
     columns with the expected ones without visiting each call.
     """
 
+    # The inputs of the attention kernel that has just returned, if a sink takes the attention.
+    _received: Any = None
+    _softmax: Any = None
     # A module with several names that was called by another one than at labelling, and how.
     _misnamed = ""
 
@@ -88,10 +100,11 @@ class Pass:
         self._hands_on = sink is not None and program.counts_calls
         self._keeps_outputs = records_outputs or (sink is not None and not self._hands_on)
         # The number of selected calls before the pass may stop.
-        self._left = len(program.order) if stops and program.counts_calls else None
+        num_labelled = len(program.order) + len(program.hidden)
+        self._left = num_labelled if stops and program.counts_calls else None
         options = program.options
         # Whether anything looks at the inputs of operations.
-        self.sees_inputs = bool(options.inputs or options.gradients or posts.acts)
+        self.sees_inputs = bool(program.keeps_inputs or options.gradients or posts.acts)
         is_simple = not posts.acts and records_outputs and sink is None and not stops
         self.fast = setting.fast if is_simple else program.never_fast
         self.is_fast = is_simple and setting.is_fast
@@ -99,7 +112,10 @@ class Pass:
         self.receivers = program.no_receivers
         is_kept = records_outputs or options.inputs or options.gradients
         if sink is not None and not (stops or posts.acts or is_kept):
-            self.receivers = [label and sink.receivers[label] for label in program.single]
+            # The attention of a layer is received in place of its output.
+            apart = program.slow.union(program.attention)
+            single = (None if label in apart else label for label in program.single)
+            self.receivers = [label and sink.receivers[label] for label in single]
         self.log: list[Any] = []
         self._copied: dict[int, KeptTensor] = {}
         # By position; a position has several only if calls are not counted. The call that received
@@ -178,7 +194,7 @@ class Pass:
                 if index >= len(self.program.modules):
                     refuse_checkpointed(layer)
                 changed = args, kwargs = self.posts.before(label, args, kwargs, layer)
-        if self.program.options.inputs:
+        if index in self.program.keeps_inputs:
             self._keep_inputs(index, args, kwargs)
         return changed
 
@@ -191,7 +207,10 @@ class Pass:
         _, kept, moment = pending[own]
         del pending[own:]
         if label is not None and self._sink is not None:
-            self._sink.receive_inputs(label, kept)
+            if label not in self.program.kernels:
+                self._sink.receive_inputs(label, kept)
+            else:
+                self._received = kept
         elif label is not None:
             self._inputs.append((position, kept))
             if moment is not None:
@@ -204,8 +223,8 @@ class Pass:
         kept: Any
         if self._sink is not None and module is None:
             # Inputs are stored to run calls again, as those of operations can't.
-            return
-        if self._sink is not None and module is not None:
+            kept = value
+        elif self._sink is not None and module is not None:
             kept = self._sink.keep_inputs(module, value)
         elif self.program.options.offload:
             kept = offload(taken_apart(value))
@@ -236,7 +255,7 @@ class Pass:
     ) -> Any:
         label: Any = call.label
         if self._sink is not None and self._hands_on:
-            self._sink.receivers[label](output)
+            self._hand_on(label, output)
         if start is None and not self._keeps_outputs:
             return NOTHING
         apart = taken_apart(output)
@@ -252,10 +271,22 @@ class Pass:
                 # A value that a sink receives at the end of the pass must not have changed by then.
                 kind = COPY if self._sink is not None else self.kinds[OUTPUT][position]
                 kept, on_graph = keep(apart, kind, self._copied, handed)
-        if self.gradients is not None:
+        if self.gradients is not None and label not in self.program.hidden:
             # Gradients are received whether anything is kept here or not.
             self.gradients.attach(call, on_graph, apart.rebuild, older)
         return kept
+
+    def _hand_on(self, label: RowIdx, output: Any) -> None:
+        assert self._sink is not None
+        program = self.program
+        calls = program.kernels.get(label)
+        if calls is not None:
+            attention = calls.attention(self._softmax, self._received, output)
+            self._sink.receivers[calls.layer](attention)
+        elif label in program.hidden:
+            self._softmax = output
+        if label not in program.hidden and label not in program.attention:
+            self._sink.receivers[label](output)
 
     def _refuse_unkeepable(self, apart: Apart, position: int, label: RowIdx) -> None:
         layer, searched = self.program.architecture[label], self.setting.searched
@@ -281,8 +312,8 @@ class Pass:
                 "tensors die with the transform: record a layer around the transform"
             )
 
-    def finish(self) -> tuple[Records, Records | None]:
-        """Check the calls of the pass, and return its activations and inputs.
+    def finish(self) -> Ended:
+        """Check the calls of the pass, and return what it leaves.
 
         Reading a record shows whether a later operation has overwritten it.
 
@@ -309,18 +340,35 @@ class Pass:
             self._positions, is_as_labelled = self._positions_of(modules), False
         if self.is_bare and is_as_labelled and program.counts_calls and self._keeps_outputs:
             values, versions = log[1::3], log[2::3]
-            return Records.of_tensors(program.architecture, program.order, values, versions), None
+            return Ended(Records.of_tensors(program.architecture, program.order, values, versions))
         hold = holder()
         calls = zip(self._positions, log[1::3], log[2::3], strict=True)
         kept = [call for call in calls if call[1] is not NOTHING]
-        activations = self._records(kept if self._keeps_outputs else [], hold)
+        entries = self._entries(kept if self._keeps_outputs else [], hold)
+        shown = {label: one for label, one in entries.items() if label not in program.hidden}
+        activations = Records(program.architecture, shown)
         if self._sink is not None and not self._hands_on:
             for label in activations:
                 self._sink.receivers[label](activations.peek(label))
-        if not program.options.inputs or self._sink is not None:
-            return activations, None
+        if not program.keeps_inputs or self._sink is not None:
+            return Ended(activations)
         inputs = sorted(self._inputs, key=operator.itemgetter(0))
-        return activations, self._records([(at, kept, 0) for at, kept in inputs], hold, "input")
+        received = self._entries([(at, kept, 0) for at, kept in inputs], hold)
+        shown = {label: one for label, one in received.items() if label not in program.hidden}
+        wanted = Records(program.architecture, shown, "input") if program.options.inputs else None
+        return Ended(activations, wanted, self._attention(entries, received))
+
+    def _attention(
+        self, outputs: Mapping[RowIdx, Entry], inputs: Mapping[RowIdx, Entry]
+    ) -> AttentionRecords | None:
+        program = self.program
+        if not program.attention:
+            return None
+        calls = {at: one for at, one in program.attention.items() if one.last in outputs}
+        own = [at for one in calls.values() for at in (one.first, one.last)]
+        kept = [{at: one[at] for at in own if at in one} for one in (inputs, outputs)]
+        records = (Records(program.architecture, one) for one in kept)
+        return AttentionRecords(program.architecture, calls, *records)
 
     def learn(self) -> None:
         """Let later passes in this setting keep things as this pass has shown to be right."""
@@ -380,9 +428,7 @@ class Pass:
             "them without"
         )
 
-    def _records(
-        self, kept: list[tuple[int, Any, int]], hold: Hold, what: str = "activation"
-    ) -> Records:
+    def _entries(self, kept: list[tuple[int, Any, int]], hold: Hold) -> dict[RowIdx, Entry]:
         """Make one entry for each layer: of its call, or of all calls if they are not counted."""
         program = self.program
         calls: dict[Any, list[Entry]] = {}
@@ -392,9 +438,6 @@ class Pass:
                 entry = value.record(hold) if type(value) is KeptValue else value
                 entry = hold(value, version) if isinstance(value, Tensor) else entry
                 calls.setdefault(label, []).append(entry)
-        entries: dict[Any, Entry]
         if program.counts_calls:
-            entries = {label: entry for label, (entry,) in calls.items()}
-        else:
-            entries = {label: Recorded(calls.get(label, []), tuple) for label in program.order}
-        return Records(program.architecture, entries, what)
+            return {label: entry for label, (entry,) in calls.items()}
+        return {label: Recorded(calls.get(label, []), tuple) for label in program.order}

@@ -12,8 +12,9 @@ from typing import Any, Literal, Protocol
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError, UnsupportedNetError
-from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx, few, text_of
+from scio_recorder.layer import DepthIdx, Layer, Operation, OperationIdx, RowIdx, few, text_of
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.attention_calls import AttentionCalls, find_attention
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
 
@@ -31,6 +32,8 @@ class RecordOptions:
     # "any": modules may run any number of times, and a name stands for the tuple of all calls in a
     # pass.
     calls: Literal["labelled", "any"] = "labelled"
+    # The layers whose attention is recorded.
+    attention: tuple[DepthIdx, ...] = ()
     # Whether calls with recorded inputs can run again; then their state is noted.
     notes_moments: bool = True
 
@@ -71,16 +74,21 @@ class Program:
     def __init__(
         self, architecture: Architecture, recording: tuple[RowIdx, ...], options: RecordOptions
     ) -> None:
-        self.architecture = architecture
+        self.attention = find_attention(architecture, options.attention)
+        # What is kept for attention alone is in no records that users read.
+        self.hidden = {one for calls in self.attention.values() for one in (calls.first, calls.last)}
+        self.hidden -= {*recording}
         self.recording = recording
+        every = (*recording, *self.hidden)
+        self.architecture = architecture = architecture.around(every)
         self.options = options
         # Whether modules must run just as often as at labelling.
         self.counts_calls = options.calls == "labelled"
         # Also those around operations: their returns tell calls with equally many operations apart.
-        self.modules: tuple[nn.Module, ...] = _distinct_modules(architecture, recording)
+        self.modules: tuple[nn.Module, ...] = _distinct_modules(architecture, every)
         index = {id(module): i for i, module in enumerate(self.modules)}
         # The functions to record in the own code of modules, both by index.
-        self.functions = _functions(architecture, recording, index)
+        self.functions = _functions(architecture, every, index)
         num_entries = len(self.modules) + sum(map(len, self.functions.values()))
         # The flags of a pass in which no hook may take the fast path.
         self.never_fast = [False] * num_entries
@@ -100,7 +108,7 @@ class Program:
 
     def _tabulate(self, calls: Sequence[tuple[float, int, RowIdx]]) -> None:
         """Note what a pass must show, given the calls with their entries in order."""
-        architecture, chosen = self.architecture, set(self.recording)
+        architecture, chosen = self.architecture, {*self.recording, *self.hidden}
         # By index: of a module, or of a function in the own code of one.
         self.expected: list[int] = [module for _, module, _ in calls]
         self.labels: list[RowIdx | None] = [
@@ -114,8 +122,20 @@ class Program:
             self.positions[module].append(position)
         self.single: list[RowIdx | None] = [self._single(own) for own in self.positions]
         # The recorded operations.
-        self.own_code = {label for label in chosen if isinstance(label, OperationIdx)}
-        self.order: list[RowIdx] = [label for label in self.labels if label is not None]
+        self.own_code = {label for label in self.recording if isinstance(label, OperationIdx)}
+        # By the operation that completes it, the attention of a layer.
+        self.kernels: dict[RowIdx, AttentionCalls] = {
+            calls.last: calls for calls in self.attention.values()
+        }
+        # Calls that are not recorded, or not by their output alone.
+        self.slow = {None, *self.hidden, *self.kernels}
+        # The entries whose inputs are kept.
+        pairs = zip(self.expected, self.labels, strict=True)
+        self.keeps_inputs = {
+            entry for entry, label in pairs if self.options.inputs or label in self.kernels
+        }
+        known = [label for label in self.labels if label is not None]
+        self.order: list[RowIdx] = [label for label in known if label not in self.hidden]
         # The recorded labels under compilation, which can't look at the architecture.
         self.keys: dict[object, tuple[RowIdx, ...]] = {}
         for label in self.order:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -75,6 +75,7 @@ class Passes(Sequence[Records]):
         limit = None if last is None else whole("last", last, 1, ArgumentError)
         self._records: deque[Records] = deque(maxlen=limit)
         self._inputs: deque[Records] = deque(maxlen=limit)
+        self._attention: deque[Any] = deque(maxlen=limit)
 
     @property
     def inputs(self) -> Passes:
@@ -95,6 +96,14 @@ class Passes(Sequence[Records]):
         found = Passes()
         found._records = self._inputs
         return found
+
+    @property
+    def attention(self) -> Sequence[Any]:
+        """The attention of layers, pass by pass, as ``rnet.attention`` has it.
+
+        It exists for passes of a selection with ``record(..., attention=...)``.
+        """
+        return tuple(self._attention)
 
     @overload
     def __getitem__(self, index: int) -> Records: ...
@@ -166,9 +175,10 @@ class Passes(Sequence[Records]):
                 f"{dim}: write another dim=, or join what you need from each pass"
             ) from error
 
-    def add(self, records: Records, inputs: Records) -> None:
-        """Keep the records and inputs of a pass that has ended, in memory of their own."""
-        for kept, values in ((self._records, records), (self._inputs, inputs)):
+    def add(self, records: Records, inputs: Records, attention: Mapping[RowIdx, Any]) -> None:
+        """Keep what a pass that has ended leaves, in memory of its own."""
+        every: Any = (self._records, self._inputs, self._attention)
+        for kept, values in zip(every, (records, inputs, attention), strict=True):
             for label in values:
                 # A record that was lost in the pass raises when it is read.
                 with contextlib.suppress(MutationError):

@@ -198,7 +198,8 @@ class Assigned:
         self.functions = functions
         self._run = run
         self.acts = bool(functions)
-        self.on_inputs = {at for at, post in functions.items() if isinstance(post, OnInput)}
+        kinds = OnInput, Knockout
+        self.on_inputs = {at for at, post in functions.items() if isinstance(post, kinds)}
         # The post-processors that changed a shape or dtype, each with its layer, and how.
         self._changes: dict[str, str] = {}
 
@@ -236,6 +237,8 @@ class Assigned:
         if label not in self.on_inputs:
             return args, dict(kwargs)
         function: Any = self.functions[label]
+        if isinstance(function, Knockout):
+            return function.changed(layer.type_name, Inputs(args, dict(kwargs)))
         values = [*args, *kwargs.values()]
         for at, value in enumerate(values):
             # The network shares other objects, such as key-value caches.

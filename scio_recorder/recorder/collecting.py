@@ -18,6 +18,7 @@ from scio_recorder.capture.watch import AroundCalls, Passes, Watcher, why_not_ca
 from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
 from scio_recorder.layer import few
 from scio_recorder.nets.architecture import nearest
+from scio_recorder.nets.attention_calls import AttentionRecords
 from scio_recorder.nets.records import LayerMapping, Records
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private, private_distributed
@@ -100,6 +101,31 @@ class Collecting:
         Values are named tuples ``(args, kwargs)``.
         """
         return self._capture.inputs
+
+    @property
+    def attention(self) -> AttentionRecords:
+        """The attention of layers in the latest pass, after ``record(..., attention=True)``.
+
+        A read-only mapping with the keys of :attr:`activations`. Each value has ``query``, ``key``,
+        ``value``, ``output``, and ``weights(heads, queries)``, which are computed when asked for
+        and checked against what the kernel returned.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> x = torch.ones(2, 5, 8)
+        >>> rnet = Recorder(nn.MultiheadAttention(8, 2, batch_first=True), input_data=(x, x, x))
+        >>> rnet.record("", attention=True)
+        >>> _ = rnet(x, x, x)
+        >>> rnet.attention[""].weights(heads=[0], queries=[-1])
+        tensor([[[[0.2000, 0.2000, 0.2000, 0.2000, 0.2000]]],
+        <BLANKLINE>
+        <BLANKLINE>
+                [[[0.2000, 0.2000, 0.2000, 0.2000, 0.2000]]]])
+        """
+        return self._capture.attention
 
     @property
     def gradients(self) -> Records:

@@ -26,7 +26,16 @@ from scio_recorder.errors import (
     caught_as,
     warn,
 )
-from scio_recorder.layer import Operation, OperationIdx, few, is_operation_key, text_of
+from scio_recorder.layer import (
+    DepthIdx,
+    Operation,
+    OperationIdx,
+    RowIdx,
+    few,
+    is_operation_key,
+    label_of,
+    text_of,
+)
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net, list_operations
 from scio_recorder.nets.records import Records
@@ -72,6 +81,19 @@ def _refuse_mistaken(net: nn.Module, kwargs: Mapping[str, Any]) -> None:
                 f"{name}= would go to the network, whose forward takes no such argument: write "
                 "activation_postproc="
             )
+
+
+def _attending(
+    architecture: Architecture, recording: Sequence[RowIdx], attention: Any
+) -> tuple[DepthIdx, ...]:
+    """Return the layers whose attention is asked for."""
+    if attention is False:
+        return ()
+    several = isinstance(attention, list | tuple | set) and label_of(attention) is None
+    chosen = recording
+    if attention is not True:
+        chosen = select(architecture, list(attention) if several else [attention])
+    return tuple((at[0], at[1]) for at in chosen if not isinstance(at, OperationIdx))
 
 
 class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
@@ -158,6 +180,7 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         copy: CopyPolicy = "auto",
         offload: bool = False,
         calls: Literal["labelled", "any"] = "labelled",
+        attention: Any = False,
     ) -> None:
         """Choose the layers to record, in place of the previous choice; none to stop recording.
 
@@ -185,11 +208,15 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             there was no call. Its gradient is the tuple of their gradients, None for a call that
             got none. No number of calls raises :class:`~scio_recorder.errors.FlowError`. A module
             that did not run at labelling has no label, and is left out with a warning.
+        attention : bool or selectors, default False
+            Also record the attention of layers whose own code computes it, see :attr:`attention`:
+            of all selected layers, or of those that one selector, or a list of them, chooses.
 
         Raises
         ------
         LayerNotFoundError
-            A selector matches no layer. The selection stays as it was.
+            A selector matches no layer, or the own code of one does not compute attention once. The
+            selection stays as it was.
 
         Examples
         --------
@@ -205,12 +232,17 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         if calls not in ("labelled", "any"):
             raise SelectorTypeError(f'calls={calls!r}: write "labelled" or "any"')
         choose = select if calls == "labelled" else select_modules
-        architecture = self._architecture_for(selectors)
+        if attention is not False and calls == "any":
+            raise SelectorTypeError(
+                'attention= needs layers whose calls are counted, not calls="any"'
+            )
+        is_inside = attention is not False or any(map(self._is_inside, selectors))
+        architecture = self._with_operations() if is_inside else self.architecture
         recording = choose(architecture, selectors)
         if calls == "any":
             self._warn_of_unlabelled(selectors)
-        options = RecordOptions(bool(inputs), gradients, copy, bool(offload), calls)
-        architecture = architecture.around(recording)
+        layers = _attending(architecture, recording, attention)
+        options = RecordOptions(bool(inputs), gradients, copy, bool(offload), calls, layers)
         self._replace_capture(Capture(self._net, architecture, recording, options))
 
     def operations(self, *selectors: Any) -> Mapping[OperationIdx, Operation]:
@@ -252,10 +284,8 @@ OperationIdx(depth=0, idx=1, function='add', index=0)]
         rows = architecture.operations.items()
         return {at: row for at, row in rows if at in chosen or row.layer.label in chosen}
 
-    def _architecture_for(self, selectors: Sequence[object]) -> Architecture:
-        names = self.architecture.names
-        is_inside = any(is_operation_key(one) and one not in names for one in selectors)
-        return self._with_operations() if is_inside else self.architecture
+    def _is_inside(self, selector: object) -> bool:
+        return is_operation_key(selector) and selector not in self.architecture.names
 
     def _with_operations(self) -> Architecture:
         if self._operations is None:
@@ -475,5 +505,5 @@ OperationIdx(depth=0, idx=1, function='add', index=0)]
         # A recorder that an earlier version has pickled has no operations.
         state = {"_operations": None, "_labelling": None, **state}
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # that of nn.Module
-        architecture = self.architecture.with_operations(self._operations or ()).around(recording)
+        architecture = self.architecture.with_operations(self._operations or ())
         self._install(Capture(self._net, architecture, recording, options))

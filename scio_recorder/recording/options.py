@@ -125,6 +125,9 @@ class LayerOptions:
                     f"the transform of layer {self.architecture[label]} is {function!r}: it must "
                     "be callable, transform(activation, batch) -> Tensor [batch, ...]"
                 )
+        # The layers of which transforms are given the attention.
+        self.attention = tuple(program.attention)
+        self._check_attention()
         self.stored = tuple(label for label in self.recording if label not in self.reductions)
 
     def _check(self, *, counts_calls: bool) -> None:
@@ -137,6 +140,18 @@ class LayerOptions:
                 "inputs=True can't be collected with rows=, since inputs are kept by whole "
                 "batches: leave one of them out"
             )
+
+    def _check_attention(self) -> None:
+        for label in self.attention:
+            layer = self.architecture[label]
+            if label not in self.recording:
+                raise CollectError(f"the attention of layer {layer} is recorded: record it too")
+            if label not in self.transforms:
+                raise CollectError(
+                    f"the attention of layer {layer} is not one tensor: say what to keep of it, "
+                    f'such as transform={{"{layer.label}": lambda attention, batch: '
+                    "attention.weights(queries=[-1])}"
+                )
 
     @property
     def keeps_rows(self) -> bool:
@@ -161,6 +176,7 @@ class LayerOptions:
         return {
             "layers": list(map(text_of, self.recording)),
             "reductions": reductions,
+            **({"attention": list(map(text_of, self.attention))} if self.attention else {}),
             "dtype": None if asked.dtype is None else dtype_name(asked.dtype),
             "every": asked.every,
             "inputs": self.with_inputs,

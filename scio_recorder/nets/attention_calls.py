@@ -1,0 +1,140 @@
+"""Which operations of a layer compute its attention, and what they show of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from scio_recorder.errors import LayerNotFoundError
+from scio_recorder.layer import DepthIdx, OperationIdx, RowIdx, few
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.attention import Attention, attention_of, eager_attention_of
+from scio_recorder.nets.records import Inputs, LayerMapping, Records
+
+_KERNELS = ("scaled_dot_product_attention", "multi_head_attention_forward")
+_PRODUCTS = ("matmul", "bmm", "einsum")
+
+
+class AttentionCalls(NamedTuple):
+    """The operations by which the own code of a layer computes attention.
+
+    Attributes
+    ----------
+    layer : (int, int)
+        The layer.
+    first : OperationIdx
+        The kernel, or the softmax: its inputs decide who attends to whom.
+    last : OperationIdx
+        The kernel, or the product of weights and values: its inputs and output tell the weights.
+    """
+
+    layer: DepthIdx
+    first: OperationIdx
+    last: OperationIdx
+
+    def attention(self, softmax: Any, inputs: Inputs, output: Any) -> Attention:
+        """Return the attention, given what the last operation received and returned.
+
+        ``softmax`` is what the first one returned, if it is another.
+        """
+        if self.first == self.last:
+            return attention_of(self.last.function, inputs, output)
+        return eager_attention_of(softmax, inputs, output)
+
+
+def find_attention(
+    architecture: Architecture, layers: Iterable[DepthIdx]
+) -> dict[DepthIdx, AttentionCalls]:
+    """Return where the own code of layers computes attention.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers, with their operations.
+    layers : iterable of (int, int)
+        Those that are asked for.
+
+    Raises
+    ------
+    LayerNotFoundError
+        One of them has no attention in its own code, or several.
+    """
+    found = {}
+    for label in layers:
+        own = _attention_in(architecture, label)
+        if len(own) != 1:
+            raise LayerNotFoundError(_explain(architecture, label, own))
+        found[label] = own[0]
+    return found
+
+
+def _attention_in(architecture: Architecture, label: DepthIdx) -> list[AttentionCalls]:
+    label = architecture[label].label
+    operations = [row for row in architecture.operations.values() if row.layer.label == label]
+    kernels = [row.label for row in operations if row.function in _KERNELS]
+    if kernels:
+        return [AttentionCalls(label, kernel, kernel) for kernel in kernels]
+    softmaxes = [at for at, row in enumerate(operations) if row.function == "softmax"]
+    found = []
+    for start, end in itertools.pairwise([*softmaxes, len(operations)]):
+        products = [row for row in operations[start:end] if row.function in _PRODUCTS]
+        if products:
+            found.append(AttentionCalls(label, operations[start].label, products[0].label))
+    return found
+
+
+def _explain(architecture: Architecture, label: DepthIdx, own: list[AttentionCalls]) -> str:
+    layer = architecture[label]
+    if own:
+        lines = few([architecture[calls.last] for calls in own], 4)
+        return (
+            f"layer {layer} computes attention several times in its own code ({lines}): record "
+            "these operations with inputs=True instead"
+        )
+    around = dict.fromkeys(row.layer.label for row in architecture.operations.values())
+    having = [architecture[at] for at in around if _attention_in(architecture, at)]
+    hint = f"layers that do: {few(having, 6)}" if having else "no layer of this network does"
+    return (
+        f"the own code of layer {layer} calls neither {' nor '.join(_KERNELS)}, and no softmax "
+        f"before a product; {hint}"
+    )
+
+
+class AttentionRecords(LayerMapping[Any]):
+    """The attention of layers in one pass, computed from what was recorded when it is read.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers.
+    calls : mapping of (int, int) to AttentionCalls
+        Those of the layers.
+    inputs, outputs : Records, optional
+        What the operations received and returned.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        calls: Mapping[DepthIdx, AttentionCalls] | None = None,
+        inputs: Records | None = None,
+        outputs: Records | None = None,
+    ) -> None:
+        super().__init__(architecture, dict.fromkeys(calls or ()), "attention")
+        self._calls = calls or {}
+        self.inputs = inputs or Records(architecture)
+        self.outputs = outputs or Records(architecture)
+        self._read: dict[RowIdx, Attention] = {}
+
+    def __repr__(self) -> str:
+        lines = [f"{self._architecture[label]}  {self._get(label)!r}" for label in self]
+        return "\n".join(lines) or super().__repr__()
+
+    def _get(self, label: RowIdx) -> Attention:
+        if label not in self._read:
+            calls = self._calls[label[0], label[1]]
+            softmax, last = self.outputs[calls.first], calls.last
+            found = calls.attention(softmax, self.inputs[last], self.outputs[last])
+            self._read[label] = found
+        return self._read[label]
