@@ -33,6 +33,7 @@ from scio_recorder.postprocessors.assigning import (
     Postprocessors,
     assign,
 )
+from scio_recorder.postprocessors.knockout import Knockout
 from scio_recorder.postprocessors.wrapping import OnInput
 from scio_recorder.tensors import private
 
@@ -251,8 +252,8 @@ class Capture:
             calls = self.program.attention.get((label[0], label[1]))
             if calls is None or label in self.program.own_code:
                 raise PostprocessorError(
-                    f"{assigned[label]!r} acts on layer {self.architecture[label]}, whose attention "
-                    "is not recorded: write record(..., attention=True), or attention= the layers"
+                    f"{assigned[label]!r} acts on the attention of a layer, and that of "
+                    f"{self.architecture[label]} is not recorded: write record(..., attention=True)"
                 )
             assigned[calls.first] = assigned.pop(label)
         return Assigned(assigned, self.site.local.run_aside)

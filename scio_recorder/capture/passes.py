@@ -365,7 +365,7 @@ class Pass:
         if not program.attention:
             return None
         calls = {at: one for at, one in program.attention.items() if one.last in outputs}
-        own = [at for one in calls.values() for at in (one.first, one.last)]
+        own: list[RowIdx] = [at for one in calls.values() for at in (one.first, one.last)]
         kept = [{at: one[at] for at in own if at in one} for one in (inputs, outputs)]
         records = (Records(program.architecture, one) for one in kept)
         return AttentionRecords(program.architecture, calls, *records)

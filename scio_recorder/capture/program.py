@@ -76,19 +76,21 @@ class Program:
     ) -> None:
         self.attention = find_attention(architecture, options.attention)
         # What is kept for attention alone is in no records that users read.
-        self.hidden = {one for calls in self.attention.values() for one in (calls.first, calls.last)}
+        self.hidden = {
+            one for calls in self.attention.values() for one in (calls.first, calls.last)
+        }
         self.hidden -= {*recording}
         self.recording = recording
-        every = (*recording, *self.hidden)
-        self.architecture = architecture = architecture.around(every)
+        rows = (*recording, *self.hidden)
+        self.architecture = architecture = architecture.around(rows)
         self.options = options
         # Whether modules must run just as often as at labelling.
         self.counts_calls = options.calls == "labelled"
         # Also those around operations: their returns tell calls with equally many operations apart.
-        self.modules: tuple[nn.Module, ...] = _distinct_modules(architecture, every)
+        self.modules: tuple[nn.Module, ...] = _distinct_modules(architecture, rows)
         index = {id(module): i for i, module in enumerate(self.modules)}
         # The functions to record in the own code of modules, both by index.
-        self.functions = _functions(architecture, every, index)
+        self.functions = _functions(architecture, rows, index)
         num_entries = len(self.modules) + sum(map(len, self.functions.values()))
         # The flags of a pass in which no hook may take the fast path.
         self.never_fast = [False] * num_entries

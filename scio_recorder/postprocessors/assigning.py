@@ -13,8 +13,10 @@ from torch import Tensor
 from scio_recorder.errors import PostprocessorError, raised_by, warn
 from scio_recorder.layer import Layer, Operation, RowIdx, describe
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.selection import by_selector
 from scio_recorder.postprocessors.floating_map import check_postprocessor
+from scio_recorder.postprocessors.knockout import Knockout
 from scio_recorder.postprocessors.wrapping import Heads, OnInput
 from scio_recorder.tensors.structures import flatten, map_tensors
 
@@ -238,7 +240,11 @@ class Assigned:
             return args, dict(kwargs)
         function: Any = self.functions[label]
         if isinstance(function, Knockout):
-            return function.changed(layer.type_name, Inputs(args, dict(kwargs)))
+            try:
+                return function.changed(layer.type_name, Inputs(args, dict(kwargs)))
+            except PostprocessorError as error:
+                error.add_note(f"raised by the post-processor of {layer}")
+                raise
         values = [*args, *kwargs.values()]
         for at, value in enumerate(values):
             # The network shares other objects, such as key-value caches.
