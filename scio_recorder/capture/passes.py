@@ -108,14 +108,10 @@ class Pass:
         is_simple = not posts.acts and records_outputs and sink is None and not stops
         self.fast = setting.fast if is_simple else program.never_fast
         self.is_fast = is_simple and setting.is_fast
-        # The receivers to which hooks hand outputs directly, by module.
-        self.receivers = program.no_receivers
         is_kept = records_outputs or options.inputs or options.gradients
-        if sink is not None and not (stops or posts.acts or is_kept):
-            # The attention of a layer is received in place of its output.
-            apart = program.slow.union(program.attention)
-            single = (None if label in apart else label for label in program.single)
-            self.receivers = [label and sink.receivers[label] for label in single]
+        hands_on_alone = sink is not None and not (stops or posts.acts or is_kept)
+        # The receivers to which hooks hand outputs directly, by module.
+        self.receivers = self._direct_receivers() if hands_on_alone else program.no_receivers
         self.log: list[Any] = []
         self._copied: dict[int, KeptTensor] = {}
         # By position; a position has several only if calls are not counted. The call that received
@@ -134,6 +130,13 @@ class Pass:
         # The modules that other threads have called meanwhile, outside of any pass.
         self.called_in_other_threads: set[int] = set()
         self._positions: Sequence[int] = ()
+
+    def _direct_receivers(self) -> list[Any]:
+        assert self._sink is not None
+        # The attention of a layer is received in place of its output.
+        apart = self.program.slow.union(self.program.attention)
+        single = (None if label in apart else label for label in self.program.single)
+        return [label and self._sink.receivers[label] for label in single]
 
     def receive(self, index: int, args: Any, output: Any) -> Any:
         """Take a module's output; return what the network goes on with, None for the same."""

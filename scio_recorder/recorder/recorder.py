@@ -270,14 +270,9 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
 
         Examples
         --------
-        >>> class Residual(nn.Linear):
-        ...     def forward(self, x):
-        ...         return x + super().forward(x).relu()
-        >>> rnet = Recorder(Residual(2, 2), input_size=(1, 2))
-        >>> list(rnet.operations())
-        [OperationIdx(depth=0, idx=1, function='linear', index=0), \
-OperationIdx(depth=0, idx=1, function='relu', index=0), \
-OperationIdx(depth=0, idx=1, function='add', index=0)]
+        >>> rnet = Recorder(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), input_size=(1, 2))
+        >>> [row.name for row in rnet.operations().values()]
+        ['0/linear:0', '1/relu:0']
         """
         architecture = self._with_operations()
         chosen = set(select(architecture, selectors or [lambda row: True]))
