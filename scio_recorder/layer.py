@@ -266,6 +266,12 @@ class Operation(Layer):
         """Which call of the function it is, in this call of the module, from 0."""
         return self.label.index
 
+    @property
+    def made_at(self) -> str:
+        """A clause that names it as the one that made something, with its line."""
+        where = f"{self.file}:{self.line}: {self.source}"
+        return f"the operation {self.function}:{self.index} made it at {where}"
+
     def __str__(self) -> str:
         where = f" ({os.path.basename(self.file)}:{self.line})" if self.file else ""
         return f"{text_of(self.label)} {self.name}{where}"

@@ -444,10 +444,13 @@ class Capture:
         return output
 
 
-def fusable(architecture: Architecture) -> list[Layer]:
-    """Return the layers for which torch has a fused kernel, which it doesn't use beside hooks."""
-    rows = architecture.values()
-    return [row for row in rows if isinstance(row.module, nn.TransformerEncoderLayer)]
+def fusable(architecture: Architecture, *, of_functions: bool = False) -> list[Layer]:
+    """Return the layers for which torch has a fused kernel, which it doesn't use beside hooks.
+
+    With ``of_functions``, also those for which it doesn't use one under a function mode.
+    """
+    kinds = (nn.TransformerEncoderLayer, *((nn.MultiheadAttention,) if of_functions else ()))
+    return [row for row in architecture.values() if isinstance(row.module, kinds)]
 
 
 def warn_of_other_kernels(

@@ -14,6 +14,7 @@ begins paused: the last hook before the forward resumes it, and the first behind
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -149,7 +150,47 @@ class _Functions(dict[Any, "FunctionHook | None"]):
         return found
 
 
-class AroundOwnCode(AroundPlain):
+class AroundCode(AroundPlain):
+    """Stands around the calls of a module, and lets a mode act while its own code runs.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    local : object
+        Of each thread, with the mode of the own code that runs just now as ``own_code``.
+    """
+
+    def __init__(self, module: nn.Module, local: Any) -> None:
+        super().__init__(module)
+        self.local = local
+
+    def mode(self) -> Any:
+        """Return the mode for a call that begins; None for none."""
+        return None
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Call the module, in a mode of its own or in none of the same observer."""
+        local = self.local
+        outer, own = local.own_code, self.mode()
+        if outer is None and own is None:
+            return self.call(args, kwargs)
+        modes = private.function_modes()
+        try:
+            local.own_code = own
+            others = [mode for mode in modes if mode is not outer]
+            private.set_function_modes(others if own is None else [*others, own])
+            return self.call(args, kwargs)
+        finally:
+            private.set_function_modes(modes)
+            local.own_code = outer
+
+    def run_traced(self, args: Any, kwargs: Any) -> Any:
+        """Call the module: in compiled code operations are not seen."""
+        return self.call(args, kwargs)
+
+
+class AroundOwnCode(AroundCode):
     """Stands around the calls of a module whose own code is recorded, or that such code may call.
 
     Parameters
@@ -163,27 +204,12 @@ class AroundOwnCode(AroundPlain):
     """
 
     def __init__(self, module: nn.Module, site: Any, hooks: Mapping[str, FunctionHook]) -> None:
-        super().__init__(module)
+        super().__init__(module, site.local)
         self.site = site
         self._hooks = _Functions(hooks) if hooks else None
 
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """Call the module, in a mode of its own or in none of this recorder."""
-        local = self.site.local
-        outer, own = local.own_code, self._mode()
-        if outer is None and own is None:
-            return self.call(args, kwargs)
-        modes = private.function_modes()
-        try:
-            local.own_code = own
-            others = [mode for mode in modes if mode is not outer]
-            private.set_function_modes(others if own is None else [*others, own])
-            return self.call(args, kwargs)
-        finally:
-            private.set_function_modes(modes)
-            local.own_code = outer
-
-    def _mode(self) -> _OwnCode | None:
+    def mode(self) -> _OwnCode | None:
+        """Return the mode for a call in a pass, or in one that checkpointing runs again."""
         if self._hooks is None:
             return None
         active = self.site.local.active
@@ -194,9 +220,45 @@ class AroundOwnCode(AroundPlain):
             return None
         return _OwnCode(self._hooks, sees_inputs=True, changes=True)
 
-    def run_traced(self, args: Any, kwargs: Any) -> Any:
-        """Call the module: in compiled code operations are not recorded."""
-        return self.call(args, kwargs)
+
+class ObservingMode(TorchFunctionMode):
+    """Shows an observer the operations in the own code of one call; it begins paused.
+
+    Functions that others have compiled are left alone, and those inside a transform only counted.
+    An assignment, ``x[i] = y``, counts as a call that returns what it has written to.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_paused = True
+        self._counts: Counter[str] = Counter()
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Look at what a function is given, and return what was found."""
+
+    def after(self, function: str, index: int, given: Any, output: Any) -> None:
+        """Look at what an operation has returned; two functions lie between here and its line."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or self.is_paused:
+            return func(*args, **kwargs)
+        is_seen = private.transform_around() is None
+        given = self.before(args, kwargs) if is_seen else None
+        output = func(*args, **kwargs)
+        made = args[0] if func is Tensor.__setitem__ else output
+        if returns_tensors(made):
+            name = function_name(func)
+            self._counts[name] += 1
+            if is_seen:
+                self.after(name, self._counts[name] - 1, given, made)
+        return output
 
 
 class OwnCodeHook(Uncopied):

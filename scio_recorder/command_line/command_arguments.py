@@ -142,6 +142,8 @@ def compare(command: ArgumentParser) -> None:
     add("--match", nargs="+", action="extend", default=[], metavar="NAME=NAME", help=what)
     add("--rtol", type=float, default=0.0, help="relative tolerance (0: bit for bit)")
     add("--atol", type=float, default=0.0, help="absolute tolerance (0: bit for bit)")
+    text = "find the operation that makes the difference, with its line of code"
+    add("--operations", action="store_true", help=text)
     add("--report", metavar="FILE", help="write a page that shows the differences")
     _add_run(command)
     _add_flow(command)

@@ -51,6 +51,7 @@ def compare(parsed: Namespace, console: Console) -> int:
         max_batches=parsed.max_batches,
         to_inputs=_to_inputs_of(runs, inputs),
         rows=rows,
+        operations=parsed.operations,
     )
     page = None if parsed.report is None else difference.report(parsed.report)
     if console.is_terminal:

@@ -219,7 +219,7 @@ class GuardCallback(Callback):
     ----------
     rnet : Recorder
         A recorder of the network that the LightningModule trains, or of the module itself.
-    gradients, action, kinds, keep_inputs : optional
+    gradients, action, kinds, keep_inputs, operations : optional
         As in ``rnet.guard``.
 
     Raises
@@ -254,9 +254,15 @@ class GuardCallback(Callback):
         action: Action = "raise",
         kinds: Collection[str] = ("nan", "inf"),
         keep_inputs: bool = False,
+        operations: bool = False,
     ) -> None:
         self._run = GuardedRun(
-            rnet, gradients=gradients, action=action, kinds=kinds, keep_inputs=keep_inputs
+            rnet,
+            gradients=gradients,
+            action=action,
+            kinds=kinds,
+            keep_inputs=keep_inputs,
+            operations=operations,
         )
 
     @property

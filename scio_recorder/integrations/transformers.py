@@ -195,7 +195,7 @@ class GuardCallback(TrainerCallback):
     ----------
     rnet : Recorder
         A recorder of the trainer's model.
-    gradients, action, kinds, keep_inputs : optional
+    gradients, action, kinds, keep_inputs, operations : optional
         As in ``rnet.guard``.
 
     Raises
@@ -232,9 +232,15 @@ class GuardCallback(TrainerCallback):
         action: Action = "raise",
         kinds: Collection[str] = ("nan", "inf"),
         keep_inputs: bool = False,
+        operations: bool = False,
     ) -> None:
         self._run = GuardedRun(
-            rnet, gradients=gradients, action=action, kinds=kinds, keep_inputs=keep_inputs
+            rnet,
+            gradients=gradients,
+            action=action,
+            kinds=kinds,
+            keep_inputs=keep_inputs,
+            operations=operations,
         )
 
     @property

@@ -664,13 +664,13 @@ def _number(value: Any, least: int = 0) -> int:
 def operation_row(
     label: OperationIdx,
     layer: Layer,
-    completion: float,
+    completion: float | None,
     output_spec: Any,
     file: str,
     line: int,
     source: str,
 ) -> Operation:
-    """Return the row of an operation in the own code of a layer."""
+    """Return the row of an operation in the own code of a layer; its completion may be unknown."""
     return Operation(
         label=label,
         name=f"{layer.name}/{label.function}:{label.index}",

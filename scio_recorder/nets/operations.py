@@ -42,6 +42,17 @@ def returns_tensors(output: Any) -> bool:
     return isinstance(output, tuple | list) and any(isinstance(one, Tensor) for one in output)
 
 
+def is_unset(function: str) -> bool:
+    """Whether what a function returns has no values yet.
+
+    Examples
+    --------
+    >>> is_unset("new_empty"), is_unset("zeros")
+    (True, False)
+    """
+    return function.removeprefix("new_").startswith("empty")
+
+
 class Line(NamedTuple):
     """A line of code."""
 

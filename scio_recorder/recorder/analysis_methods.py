@@ -69,6 +69,7 @@ class AnalysisMethods(Collecting):
         action: Action = "raise",
         kinds: Collection[str] = ("nan", "inf"),
         keep_inputs: bool = False,
+        operations: bool = False,
     ) -> AbstractContextManager[Guard]:
         """Find the layer that makes the first NaN or infinity in a block.
 
@@ -89,6 +90,10 @@ class AnalysisMethods(Collecting):
             Copy the inputs of each call until it returns, so that ``guard.origin.save(path)`` can
             write the inputs of the call that failed. This takes time, and memory for the inputs
             of all nested modules that are running.
+        operations : bool, default False
+            Examine each operation inside the forwards as well, so that ``guard.origin.operation``
+            is the one, with its line, with which the fault of the call began. Which call is the
+            origin does not change.
 
         Returns
         -------
@@ -125,7 +130,7 @@ class AnalysisMethods(Collecting):
         """
         from scio_recorder.analysis.guarding.guarded_calls import guarded
 
-        options = {"gradients": gradients, "keep_inputs": keep_inputs}
+        options = {"gradients": gradients, "keep_inputs": keep_inputs, "operations": operations}
         return guarded(self.architecture, action, kinds, **options)
 
     def sweep(

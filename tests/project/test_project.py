@@ -57,9 +57,9 @@ ROWS = {room: row for row, rooms in enumerate(HOUSE) for room in rooms.split()}
 # is private until it stands here. `.*` stands for all files of a room.
 SEAM = (
     "capture.around capture.checkpoint_regions capture.engine capture.gradients capture.hooks",
-    "capture.program",
+    "capture.own_code capture.program",
     "display.* errors former_names layer postprocessors.* recorder.recorder reductions.* tensors.*",
-    "nets.architecture nets.hookable nets.records nets.refusals",
+    "nets.architecture nets.hookable nets.operations nets.records nets.refusals",
     "nets.selection nets.sharded nets.state.*",
     "recording recording.advice recording.collection recording.feed recording.loader",
     "recording.made_with recording.options recording.readable recording.recording",

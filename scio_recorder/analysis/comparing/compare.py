@@ -14,6 +14,7 @@ from scio_recorder.analysis.comparing.difference import Difference
 from scio_recorder.analysis.comparing.findings import SampleId
 from scio_recorder.analysis.comparing.matching import Pair, match_sides
 from scio_recorder.analysis.comparing.measures import Tolerance
+from scio_recorder.analysis.comparing.parting import Operations, first_operations
 from scio_recorder.analysis.comparing.sides import (
     NetworkSide,
     RecordingSide,
@@ -24,8 +25,9 @@ from scio_recorder.analysis.comparing.sides import (
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError, warn
+from scio_recorder.nets.sharded import is_sharded
 from scio_recorder.nets.state.moment import random_state, restore_random
-from scio_recorder.nets.state.untouched import untouched
+from scio_recorder.nets.state.untouched import NetState, reached, untouched
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import Recording
 from scio_recorder.recording.advice import advise_second_element, refuse_sample
@@ -54,6 +56,7 @@ def compare(
     sample_ids: Callable[[Any], Any] | None = None,
     rows: Rows | None = None,
     progress: bool = True,
+    operations: bool = False,
 ) -> Difference:
     """Find the layers in which two runs differ, and the one that makes the difference.
 
@@ -89,6 +92,10 @@ def compare(
         Compare tokens or nodes, without padding, if networks run.
     progress : bool, default True
         Show a progress bar, on a terminal.
+    operations : bool, default False
+        Find the line of code as well: both networks run once more on the batch in which the first
+        layer makes the difference, and all operations of its own code are compared.
+        ``first.operation`` is the reference's, ``first.candidate_operation`` the candidate's.
 
     Returns
     -------
@@ -98,8 +105,8 @@ def compare(
     Raises
     ------
     ComparisonError
-        There is no layer in common, samples are missing on one side, or something else can't be
-        compared as asked.
+        There is no layer in common, samples are missing on one side, operations are wanted of a
+        recording or of compiled code, or something else can't be compared as asked.
 
     Examples
     --------
@@ -130,17 +137,21 @@ def compare(
         for own, partner, _ in compared
         if own.label in one.digests or partner.label in two.digests
     )
-    comparison = Comparison(pairs, digested, Tolerance(rtol, atol))
+    tolerance = Tolerance(rtol, atol)
+    comparison = Comparison(pairs, digested, tolerance)
+    search = _OperationSearch(comparison, one, two, tolerance) if operations else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         _open(stack, one, two, compared, keeps_digests=len(digested) == len(compared))
         total = feeds[0].num_batches or None
         advance = stack.enter_context(progress_bar("comparing", total, is_wanted=progress))
         for block in _blocks(one, two, feeds[0], rows):
-            _load(one, two, block)
-            comparison.add(block, one, two)
+            with contextlib.nullcontext() if search is None else search.around(block):
+                _load(one, two, block)
+                comparison.add(block, one, two)
             advance(len(block.ids), 0)
-    return comparison.result(one.architecture, unmatched, (one.made_with, two.made_with))
+    found = (None, None) if search is None else search.found
+    return comparison.result(one.architecture, unmatched, (one.made_with, two.made_with), found)
 
 
 def _feeds(
@@ -225,6 +236,44 @@ def _load(one: Side, two: Side, block: SampleBlock) -> None:
         one.load(block)
     restore_random(before)
     two.load(block)
+
+
+class _OperationSearch:
+    """Finds the operations that make the first difference known so far."""
+
+    def __init__(self, comparison: Comparison, one: Side, two: Side, tolerance: Tolerance) -> None:
+        boths = [side for side in (one, two) if isinstance(side, NetworkSide)]
+        if len(boths) < 2 or any(side.is_compiled for side in boths):
+            raise ComparisonError(
+                "operations=True runs both networks again: give two recorders that are not "
+                "compiled, since recordings and compiled code don't have all operations"
+            )
+        self.found: Operations = (None, None)
+        self._comparison = comparison
+        self._sides = boths
+        self._tolerance = tolerance
+
+    @contextlib.contextmanager
+    def around(self, block: SampleBlock) -> Iterator[None]:
+        """Run a block again, from the same state, if it has shown an earlier first difference."""
+        nets = {id(side.net): side.net for side in self._sides}
+        states = [NetState(reached([net]), only_buffers=is_sharded(net)) for net in nets.values()]
+        before = self._comparison.first
+        yield
+        first = self._comparison.first
+        if first is None or first is before:
+            return
+        for state in states:
+            state.put_back()
+        (one, two), pair = self._sides, self._comparison.pair_of(first)
+        random = random_state()
+        with _apart(one, two):
+            own = one.trace(block, pair.reference)
+        restore_random(random)
+        other = two.trace(block, pair.partner)
+        self.found = first_operations(
+            own, other, self._tolerance, received_same=first.inputs_equal is True
+        )
 
 
 def _apart(*sides: Side) -> contextlib.AbstractContextManager[Any]:

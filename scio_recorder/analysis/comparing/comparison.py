@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from scio_recorder.analysis.comparing.measures import (
     unknown,
 )
 from scio_recorder.analysis.comparing.part_pairs import PartPair, paired_inputs, paired_outputs
+from scio_recorder.analysis.comparing.parting import Operations
 from scio_recorder.analysis.comparing.sides import SampleBlock, Side
 from scio_recorder.layer import RowIdx
 from scio_recorder.nets.architecture import Architecture
@@ -162,19 +163,32 @@ class Comparison:
                 self._add(layer, block, own, other)
         self._known.clear()
 
+    @property
+    def first(self) -> FirstDifference | None:
+        """The first layer that makes a difference so far, or else that differs."""
+        makers = (layer.maker for layer in self._layers)
+        others = (layer.first for layer in self._layers)
+        return next(filter(None, chain(makers, others)), None)
+
+    def pair_of(self, found: FirstDifference) -> Pair:
+        """Return the layers of a difference."""
+        return next(one.pair for one in self._layers if one.pair.reference is found.layer)
+
     def result(
         self,
         architecture: Architecture,
         unmatched: Unmatched,
         made_with: tuple[Mapping[str, Any], Mapping[str, Any]],
+        operations: Operations,
     ) -> Difference:
         """Return the findings, given the architecture of the reference, and what made both."""
-        makers = (layer.maker for layer in self._layers)
-        others = (layer.first for layer in self._layers)
+        first = self.first
+        if first is not None:
+            first = replace(first, operation=operations[0], candidate_operation=operations[1])
         return Difference(
             architecture,
             {layer.pair.reference.label: layer.result() for layer in self._layers},
-            next(filter(None, chain(makers, others)), None),
+            first,
             num_samples=self._num_samples,
             rtol=self._tolerance.rtol,
             atol=self._tolerance.atol,

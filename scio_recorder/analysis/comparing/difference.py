@@ -136,7 +136,10 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             said += f", index {first.index}{part}: {values}"
         if first.error is not None:
             said += f": {first.error}"
-        return f"{said}; {_INPUTS_SAID[first.inputs_equal]}."
+        said += f"; {_INPUTS_SAID[first.inputs_equal]}"
+        if first.operation is not None:
+            said += f", and {visible(first.operation.made_at)}"
+        return f"{said}."
 
     @property
     def count(self) -> str:
@@ -150,6 +153,9 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         """Notes for the reader: reservations, and what to do about them."""
         said = []
         if self.first is not None:
+            there = self.first.candidate_operation
+            if there is not None:
+                said.append(visible(f"In the candidate, {there.made_at}"))
             said.append(f"{self.count}, in {counted(self.num_samples, 'sample')}.")
             if self.first.inputs_equal is not True:
                 said.append(_ADVICE[self.first.inputs_equal])

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scio_recorder.layer import Label, Layer
+from scio_recorder.layer import Label, Layer, Operation
 
 Number = bool | int | float | complex
 SampleId = int | str
@@ -106,6 +106,12 @@ class FirstDifference:
         Why the values can't be compared, as in :class:`LayerDifference`.
     part : int, default 0
         The number of the tensor in the layer's output, in order, if it has several.
+    operation : Operation or None
+        With ``operations=True``, the operation in the layer's own code that makes the difference:
+        the first whose inputs are equal and whose outputs differ, or the one at which the two codes
+        part. None if the codes have nothing in common, and if no operation that is seen makes it.
+    candidate_operation : Operation or None
+        The operation of the candidate at that place.
     """
 
     layer: Layer
@@ -116,6 +122,8 @@ class FirstDifference:
     inputs_equal: bool | None
     error: str | None = None
     part: int = 0
+    operation: Operation | None = None
+    candidate_operation: Operation | None = None
 
 
 def two_numbers(reference: Number | None, candidate: Number | None) -> list[str]:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from scio_recorder.analysis.comparing.findings import SampleId
 from scio_recorder.analysis.comparing.measures import dense
-from scio_recorder.capture.engine import Capture
+from scio_recorder.analysis.comparing.traced_code import Event, traced
+from scio_recorder.capture.engine import Capture, fusable, warn_of_other_kernels
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import ComparisonError
-from scio_recorder.layer import RowIdx, counted, few
+from scio_recorder.layer import Layer, RowIdx, counted, few
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording import Recording
 from scio_recorder.recording.advice import raise_for_batch
@@ -111,6 +112,7 @@ class NetworkSide:
         self.calls = capture.program.options.calls
         # Whether inputs of layers are known: not those of compiled code.
         self.knows_inputs = compiled is None
+        self.is_compiled = compiled is not None
         # All layers that ran; for a compiled recorder, those that it records.
         ran = tuple(row.label for row in self.architecture.values() if row.executed)
         self.labels = ran if compiled is None else self.recorded
@@ -139,18 +141,33 @@ class NetworkSide:
     def load(self, block: SampleBlock) -> None:
         """Run the network on a batch."""
         self._block, self._kept = block, {}
+        self._run(block, self._load)
+
+    def _load(self, args: Any, kwargs: Any) -> None:
+        if self._compiled is not None:
+            self._capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), self)
+        elif self._keeps_digests:
+            self._capture.run(self.net, args, kwargs, records_outputs=False, sink=self)
+        else:
+            self._capture.run(self.net, args, kwargs)
+
+    def _run(self, block: SampleBlock, run: Callable[[Any, Any], object]) -> None:
+        """Let a function run the network on a batch."""
         given = self.feed.inputs(block.batch)
         # Networks write into tensors, and fill caches.
         args, kwargs = map_tensors(twin, (given.args, given.kwargs))
         try:
-            if self._compiled is not None:
-                self._capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), self)
-            elif self._keeps_digests:
-                self._capture.run(self.net, args, kwargs, records_outputs=False, sink=self)
-            else:
-                self._capture.run(self.net, args, kwargs)
+            run(args, kwargs)
         except Exception as error:
             raise_for_batch(error, block.number, self.architecture, self.net, given)
+
+    def trace(self, block: SampleBlock, layer: Layer) -> list[Event]:
+        """Run the network on a batch again, and return what the own code of a layer does."""
+        own = [row for row in fusable(self.architecture, of_functions=True) if row is layer]
+        warn_of_other_kernels(own, [layer.module], "compared by operations")
+        with traced(self.net, layer, all_calls=self.calls == "any") as events:
+            self._run(block, lambda args, kwargs: self.net(*args, **kwargs))
+        return events
 
     def output(self, label: RowIdx, as_digests: bool) -> Any:
         """Return a layer's output, or digests of it."""

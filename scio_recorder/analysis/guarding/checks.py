@@ -15,14 +15,22 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from torch import Tensor, nn
 
-from scio_recorder.analysis.guarding.finite import KINDS, Known, NonFinite, examine
+from scio_recorder.analysis.guarding.finite import (
+    KINDS,
+    Known,
+    NonFinite,
+    examine,
+    kinds_made,
+    kinds_of,
+)
+from scio_recorder.analysis.guarding.guarded_code import GuardedCode
 from scio_recorder.analysis.guarding.loss_scaling import LossScaling
 from scio_recorder.analysis.guarding.origin import Direction, KeptInputs, Origin
 from scio_recorder.errors import ArgumentError, NonFiniteError, warn
@@ -55,6 +63,8 @@ class GuardedCall:
         Findings about its inputs.
     kept : KeptInputs or None
         Its inputs and the state before it, if these are kept.
+    code : GuardedCode or None
+        The findings about the operations of its own code, if these are examined.
     number : int or None
         How many calls of the module returned before it in its pass; None until it returns.
     start : int
@@ -75,6 +85,7 @@ class GuardedCall:
         self.frame = frame
         self.received: Sequence[NonFinite] = ()
         self.kept: KeptInputs | None = None
+        self.code: GuardedCode | None = None
         self.number: int | None = None
         self.start = private.num_operations()
         self.nodes: list[Any] = []
@@ -85,7 +96,7 @@ class GuardedCall:
 
     def release(self) -> None:
         """Let go of what the graph must not hold."""
-        self.frame, self.kept, self.nodes = None, None, []
+        self.frame, self.kept, self.code, self.nodes = None, None, None, []
 
     def enter(self, task: int, found: NonFinite | None) -> None:
         """Note what was found about a gradient that a backward pass brings."""
@@ -106,6 +117,8 @@ class _Local(threading.local):
         self.pass_number = 0
         # The calls that have not returned, the innermost last.
         self.calls: list[GuardedCall] = []
+        # The mode of the own code that runs, if operations are examined.
+        self.own_code: GuardedCode | None = None
         # How many calls of each module have returned.
         self.counts: dict[str, int] = {}
         self.known = Known()
@@ -167,7 +180,7 @@ class Checks:
         NonFiniteError
             The call is the origin, and the guard's action is to raise.
         """
-        kinds = _made(received, returned) & self._kinds
+        kinds = kinds_made(kinds_of(received), kinds_of(returned)) & self._kinds
         # A gradient is nobody's fault if the call received something of the kind.
         was_received = direction == "gradient" and call.received
         if not kinds or was_received or self._is_ignored(direction):
@@ -186,6 +199,7 @@ class Checks:
             parameter=_name_of(layer.module, leaf),
             inputs_finite=not received,
             weights_finite=not any(map(examine, _weights_of(layer.module))),
+            operation=None if call.code is None else call.code.operation(layer, kinds),
             _architecture=self._architecture,
             _kept=call.kept,
         )
@@ -209,7 +223,7 @@ class Checks:
         found : sequence of NonFinite
             What of it is not finite.
         """
-        kinds = _kinds(found) & self._kinds
+        kinds = kinds_of(found) & self._kinds
         if not kinds or self._is_ignored(direction):
             return
         self.num_passed_on += 1
@@ -242,16 +256,6 @@ def _error(origin: Origin) -> NonFiniteError:
     error = NonFiniteError(str(origin))
     error.origin = origin
     return error
-
-
-def _kinds(found: Iterable[NonFinite]) -> frozenset[str]:
-    return frozenset[str]().union(*(one.kinds for one in found))
-
-
-def _made(received: Sequence[NonFinite], returned: Sequence[NonFinite]) -> frozenset[str]:
-    """Return the kinds that were returned but not received, see NOTE [Who made it]."""
-    given, kinds = _kinds(received), _kinds(returned)
-    return (kinds & {"nan"} if given else kinds) - given
 
 
 def _weights_of(module: nn.Module | None) -> Iterator[Tensor]:

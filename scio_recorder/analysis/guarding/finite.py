@@ -45,6 +45,23 @@ class NonFinite(NamedTuple):
         return frozenset(kind for kind in KINDS if getattr(self, kind))
 
 
+def kinds_of(found: Iterable[NonFinite]) -> frozenset[str]:
+    """Return those of `KINDS` that occur in some findings."""
+    return frozenset[str]().union(*(one.kinds for one in found))
+
+
+def kinds_made(given: frozenset[str], returned: frozenset[str]) -> frozenset[str]:
+    """Return the kinds that were returned and not given.
+
+    Examples
+    --------
+    >>> made = kinds_made(frozenset({"inf"}), frozenset({"inf", "nan"}))
+    >>> sorted(made), sorted(kinds_made(frozenset({"nan"}), frozenset({"inf"})))
+    (['nan'], [])
+    """
+    return (returned & {"nan"} if given else returned) - given
+
+
 def examine(tensor: Tensor) -> NonFinite | None:
     """Return the NaNs and infinities of a tensor; None if all is finite.
 

@@ -23,10 +23,12 @@ from torch import nn
 from scio_recorder.analysis.guarding.checks import Action, Checks, GuardedCall
 from scio_recorder.analysis.guarding.finite import Known
 from scio_recorder.analysis.guarding.guard import Guard
+from scio_recorder.analysis.guarding.guarded_code import GuardedCode
 from scio_recorder.analysis.guarding.guarded_gradients import attach
 from scio_recorder.analysis.guarding.origin import KeptInputs
 from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
 from scio_recorder.capture.hooks import CallHook, CallHooks
+from scio_recorder.capture.own_code import AroundCode
 from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import takes_hooks
@@ -45,6 +47,7 @@ def guarded(
     *,
     gradients: bool,
     keep_inputs: bool,
+    operations: bool,
 ) -> Iterator[Guard]:
     """Check every call of a network's modules inside a block.
 
@@ -62,18 +65,26 @@ def guarded(
     """
     boolean("gradients", gradients, ArgumentError)
     boolean("keep_inputs", keep_inputs, ArgumentError)
+    boolean("operations", operations, ArgumentError)
     checks, hooks = Checks(architecture, action, kinds), CallHooks()
-    calls = _GuardedCalls(architecture, checks, gradients=gradients, keep_inputs=keep_inputs)
+    options = {"gradients": gradients, "keep_inputs": keep_inputs, "operations": operations}
+    calls = _GuardedCalls(architecture, checks, **options)
+    around = [_AroundGuarded(one, checks) for one in calls.modules] if operations else []
     try:
+        for one in around:
+            one.put_around(one.module)
         # A method would be held weakly, and looked up at each call.
         ends = partial(calls.begin), partial(calls.end)
-        hooks.add(*(CallHook(one, at, *ends, always=True) for one, at in calls.modules.items()))
+        items = calls.modules.items()
+        hooks.add(*(CallHook(module, name, *ends, always=True) for module, name in items))
         yield Guard(checks)
     except BaseException:
         checks.is_over = True
         raise
     finally:
         hooks.remove()
+        for one in around:
+            one.take_from(one.module)
         calls.forget(None)
     if hooks.compiled:
         raise UnsupportedNetError(
@@ -87,11 +98,30 @@ def guarded(
         )
 
 
+class _AroundGuarded(AroundCode):
+    """Stands around the calls of a module whose operations are examined."""
+
+    def __init__(self, module: nn.Module, checks: Checks) -> None:
+        super().__init__(module, checks.local)
+        self.module = module
+        self._checks = checks
+
+    def mode(self) -> GuardedCode | None:
+        """Return the mode for a call, as long as anything is looked for."""
+        return None if self._checks.is_over else GuardedCode(self.module, self.local)
+
+
 class _GuardedCalls:
     """The calls of a network's modules in one block: what the hooks of all modules share."""
 
     def __init__(
-        self, architecture: Architecture, checks: Checks, *, gradients: bool, keep_inputs: bool
+        self,
+        architecture: Architecture,
+        checks: Checks,
+        *,
+        gradients: bool,
+        keep_inputs: bool,
+        operations: bool,
     ) -> None:
         self._checks = checks
         self._has_gradients = gradients
@@ -109,7 +139,7 @@ class _GuardedCalls:
                 "guard the uncompiled network"
             )
         # Found once: there are many passes, and most networks have none.
-        self._fusable = fusable(architecture)
+        self._fusable = fusable(architecture, of_functions=operations)
 
     def _begin_pass(self) -> None:
         """Begin a pass: a call that is part of no other."""
@@ -141,6 +171,10 @@ class _GuardedCalls:
             if self._weights is not None:
                 layer, inputs = checks.layer_of(call), Inputs(args, kwargs)
                 call.kept = KeptInputs(layer, module, inputs, self._weights)
+            # Another module's code, if this is a copy that shares what stands around its call.
+            if local.own_code is not None and local.own_code.module is module:
+                call.code = local.own_code
+                call.code.is_paused = False
 
     def forget(self, frame: FrameType | None) -> GuardedCall | None:
         """Forget calls of which a frame is no part; return the innermost of which it is one."""
@@ -157,6 +191,8 @@ class _GuardedCalls:
     def end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Examine the output of a call that has returned."""
         checks, local = self._checks, self._checks.local
+        if local.own_code is not None:
+            local.own_code.is_paused = True
         frame = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]  # a hook's caller
         call = self.forget(frame)
         # The call may have failed, or a hook ahead of ours, so that it never began.

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, nn
 
 from scio_recorder.errors import ArgumentError
-from scio_recorder.layer import Layer
+from scio_recorder.layer import Layer, Operation
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
@@ -93,6 +93,10 @@ class Origin:
         Whether all its inputs, or the gradients of its outputs, were finite.
     weights_finite : bool
         Whether the module's parameters and buffers are finite.
+    operation : Operation or None
+        With ``operations=True``, the operation in the call's own code with which the fault began:
+        the first that gives a NaN or an infinity which it was not given, numbers included. None
+        for a gradient, and where no operation that is seen did it.
     """
 
     layer: Layer
@@ -105,6 +109,7 @@ class Origin:
     parameter: str | None
     inputs_finite: bool
     weights_finite: bool
+    operation: Operation | None
     _architecture: Architecture = field(repr=False)
     _kept: KeptInputs | None = field(repr=False)
 
@@ -166,7 +171,8 @@ class Origin:
         said = [f"{name} were {'' if is_so else 'not '}finite" for name, is_so in states]
         if self.inputs_finite and self.weights_finite:
             said = [f"{given} and its weights were finite"]
+        operation = "" if self.operation is None else f"; {self.operation.made_at}"
         return (
             f"layer {self.layer} made {made} of {self.num_values:,} values in {what}, in pass "
-            f"{self.pass_number}{first}: {' and '.join(said)}"
+            f"{self.pass_number}{first}: {' and '.join(said)}{operation}"
         )

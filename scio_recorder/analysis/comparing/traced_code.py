@@ -1,0 +1,192 @@
+"""The own code of one layer, as it runs: its operations, and its calls of other modules."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from scio_recorder.capture.own_code import AroundCode, ObservingMode, OwnCodeHook
+from scio_recorder.layer import Layer, Operation, OperationIdx, describe
+from scio_recorder.nets.architecture import operation_row
+from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.operations import calling_line, is_unset
+from scio_recorder.tensors.copies import Version, memories_of, twin, version_of
+from scio_recorder.tensors.structures import tensors
+
+_CALL, _RETURN = "call of a module", "return"
+
+
+class Given(NamedTuple):
+    """A tensor that an event is given, and the number of the event that made it, if one did."""
+
+    value: Tensor
+    maker: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """What own code does: an operation, the call of another module, or the return at the end.
+
+    Parameters
+    ----------
+    row : Operation or None
+        The operation.
+    key : tuple
+        What it has in common with its partner: the function, and the shapes that it returns.
+    given : sequence of Given
+        Its inputs, without parameters and buffers.
+    made : sequence of Tensor
+        What it returned, but for memory without values.
+    """
+
+    row: Operation | None
+    key: tuple[Any, ...]
+    given: Sequence[Given]
+    made: Sequence[Tensor]
+
+
+class _TracingMode(ObservingMode):
+    """Keeps the events of one call, with copies of all tensors."""
+
+    def __init__(self, layer: Layer, weights: set[int], events: list[Event]) -> None:
+        super().__init__()
+        self.events = events
+        self._layer = layer
+        # The ids of parameters and buffers.
+        self._weights = weights
+        # By id: the tensor, which stays alive, its version, and a copy.
+        self._copies: dict[int, tuple[Tensor, Version, Tensor]] = {}
+        self._makers: dict[int, int] = {}
+        # What functions such as ``empty`` have returned, by its memories.
+        self._unset: dict[int, Tensor] = {}
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Given]:
+        """Copy the inputs."""
+        found = (one for one in tensors((args, kwargs)) if id(one) not in self._weights)
+        return [Given(self._copy(one), self._makers.get(id(one))) for one in self._set(found)]
+
+    def after(self, function: str, index: int, given: Any, output: Any) -> None:
+        """Keep an operation."""
+        if is_unset(function):
+            self._unset |= {at: one for one in tensors(output) for at in memories_of(one)}
+        label, line = OperationIdx(*self._layer.label, function, index), calling_line(3)
+        row = operation_row(label, self._layer, None, describe(output), *line)
+        self.add(row, function, given, output)
+
+    def add(self, row: Operation | None, what: str, given: list[Given], output: Any) -> None:
+        """Keep an event."""
+        made = tensors(output)
+        kept = [self._copy(one) for one in self._set(made)]
+        self._makers.update((id(one), len(self.events)) for one in made)
+        key = (what, *(tuple(one.shape) for one in made))
+        self.events.append(Event(row, key, given, kept))
+
+    def _set(self, found: Any) -> Iterator[Tensor]:
+        return (one for one in found if memories_of(one).isdisjoint(self._unset))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        version, known = version_of(tensor), self._copies.get(id(tensor))
+        if known is None or version != known[1] or version == -1:
+            known = self._copies[id(tensor)] = tensor, version, twin(tensor)
+        return known[2]
+
+
+class _Local(threading.local):
+    """The mode of the own code that runs just now, for each thread."""
+
+    own_code: _TracingMode | None = None
+
+
+class _Site:
+    """What the wrappers of one trace share."""
+
+    def __init__(self) -> None:
+        self.local = _Local()
+
+
+class _AroundTraced(AroundCode):
+    """Stands around the calls of the layer's module, each with events of its own, or all of one."""
+
+    def __init__(
+        self, layer: Layer, module: nn.Module, local: _Local, weights: set[int], *, is_one: bool
+    ) -> None:
+        super().__init__(module, local)
+        self._layer = layer
+        self._weights = weights
+        self._is_one = is_one
+        self.calls: list[_TracingMode] = []
+
+    def mode(self) -> _TracingMode:
+        """Return the mode for a call, in the order in which calls start."""
+        events = self.calls[0].events if self._is_one and self.calls else []
+        self.calls.append(_TracingMode(self._layer, self._weights, events))
+        return self.calls[-1]
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Call the module, and keep what it returns."""
+        number = len(self.calls)
+        output = super().run(args, kwargs)
+        own = self.calls[number]
+        own.add(None, _RETURN, own.before((output,), {}), None)
+        return output
+
+
+class _AroundOther(AroundCode):
+    """Stands around the calls of other modules, which are events of the own code around them."""
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Call the module outside of the mode."""
+        outer: _TracingMode | None = self.local.own_code
+        if outer is None or outer.is_paused:
+            return super().run(args, kwargs)
+        with _paused(outer):
+            given = outer.before(args, kwargs)
+        output = super().run(args, kwargs)
+        with _paused(outer):
+            outer.add(None, _CALL, given, output)
+        return output
+
+
+@contextlib.contextmanager
+def _paused(mode: _TracingMode) -> Iterator[None]:
+    mode.is_paused = True
+    try:
+        yield
+    finally:
+        mode.is_paused = False
+
+
+@contextlib.contextmanager
+def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[Event]]:
+    """Trace the own code of a layer inside the block, and have its events at the end.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network, which is called once in the block.
+    layer : Layer
+        The layer.
+    all_calls : bool
+        Trace all calls of its module, one after the other, and not only the layer's.
+    """
+    module, site, events = layer.module, _Site(), list[Event]()
+    assert module is not None
+    weights = {*map(id, net.parameters()), *map(id, net.buffers())}
+    around = _AroundTraced(layer, module, site.local, weights, is_one=all_calls)
+    others = [one for one in net.modules() if one is not module and takes_hooks(one)]
+    hook = OwnCodeHook(site)
+    with contextlib.ExitStack() as stack:
+        for one, wrapper in [(module, around), *((x, _AroundOther(x, site.local)) for x in others)]:
+            wrapper.put_around(one)
+            stack.callback(wrapper.take_from, one)
+        stack.callback(module.register_forward_pre_hook(hook.resume).remove)
+        stack.callback(module.register_forward_hook(hook.pause, prepend=True).remove)
+        yield events
+        number = 0 if all_calls else layer.call
+        for call in around.calls[number : number + 1]:
+            events += call.events
