@@ -323,6 +323,22 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def restoring_hooks(tensor: Tensor) -> Callable[[], None]:
+    """Return a function that sets the hooks on a leaf's gradient to what they are now."""
+    names = "_backward_hooks", "_post_accumulate_grad_hooks"
+    noted = [(name, getattr(tensor, name), {**(getattr(tensor, name) or {})}) for name in names]
+
+    def put_back() -> None:
+        for name, hooks, entries in noted:
+            if hooks is not None and hooks != entries:
+                hooks.clear()
+                hooks.update(entries)
+            if getattr(tensor, name) is not hooks:
+                setattr(tensor, name, hooks)
+
+    return put_back
+
+
 def renew_hooks(tensor: Tensor) -> None:
     """Register a tensor's hooks with torch again, since it may have dropped them inside."""
     if _VERSION < (2, 10):

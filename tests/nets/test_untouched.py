@@ -76,6 +76,16 @@ def write_data(state: Any) -> None:
     state[0].data.add_(1)
 
 
+def write_byte(storage: Any) -> None:
+    storage[0] += 1
+
+
+def hooked() -> tuple[nn.Parameter]:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    return (parameter,)
+
+
 def delete(state: Any) -> None:
     if hasattr(state, "count"):
         del state.count
@@ -110,6 +120,23 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], 
         Tensor.tolist,
     ),
     "sparse": (lambda: SPARSE.clone(), lambda s: s.mul_(2), lambda s: s.to_dense().tolist()),
+    "more of a sparse tensor": (
+        lambda: torch.zeros(3, 3).to_sparse(),
+        lambda s: s.add_(SPARSE),
+        lambda s: s.to_dense().tolist(),
+    ),
+    "storage": (lambda: torch.zeros(1).untyped_storage(), write_byte, list),
+    "hooks on a gradient": (
+        lambda: (nn.Parameter(torch.zeros(3)),),
+        lambda s: s[0].register_hook(lambda gradient: gradient),
+        lambda s: len(s[0]._backward_hooks or ()),
+    ),
+    "more hooks on a gradient": (
+        hooked,
+        lambda s: s[0].register_post_accumulate_grad_hook(lambda _: None),
+        lambda s: len(s[0]._post_accumulate_grad_hooks or ()),
+    ),
+    "attributes of a thread": (threading.local, add, lambda s: getattr(s, "count", 0)),
     "list": (list, lambda s: s.append(1), list),
     "nested": (lambda: {"a": [({"b": [0]},)]}, lambda s: add_to(s["a"][0][0]["b"]), str),
     "a list in itself": (lambda: holding_itself(), lambda s: s.append(1), len),

@@ -216,6 +216,7 @@ _MEMBERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 _STATES: tuple[tuple[Any, Any, Any], ...] = (
     ((bytearray, array), itemgetter(slice(None)), lambda own, was: setitem(own, slice(None), was)),
     (np.ndarray, np.ndarray.copy, _set_array),
+    (torch.UntypedStorage, torch.UntypedStorage.clone, torch.UntypedStorage.copy_),
     (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
     (random.Random, random.Random.getstate, random.Random.setstate),
     (RandomState, partial(RandomState.get_state, legacy=False), RandomState.set_state),
@@ -249,7 +250,8 @@ def _kind(kind: type) -> _Kind:
     is_module = issubclass(kind, nn.Module)
     if is_module and any(str(base.__module__).startswith(_RECORDER) for base in kind.__mro__):
         return _Kind([_of_recorder], False, [], None, [_RECORDS], False)
-    if not is_module and str(kind.__module__).startswith(_MACHINERY):
+    is_machinery = not is_module and str(kind.__module__).startswith(_MACHINERY)
+    if is_machinery and kind is not threading.local:
         is_moving = hasattr(kind, "__next__") or hasattr(kind, "qsize")
         return _Kind([], False, [], None, states, is_moving or issubclass(kind, io.IOBase))
     parts = [parts_of for base, parts_of in _PARTS if issubclass(kind, base)]
@@ -262,7 +264,9 @@ def _kind(kind: type) -> _Kind:
     is_script = issubclass(kind, torch.jit.ScriptModule)
     if is_script:
         parts = [_of_script]
-    has_attributes = hasattr(kind, "__dict__") and bool(kind.__dictoffset__) and not is_script
+    # Each thread has its own.
+    is_local = kind is threading.local
+    has_attributes = is_local or (bool(kind.__dictoffset__) and not is_script)
     is_seen = parts or has_attributes or states or issubclass(kind, Tensor)
     is_opaque = not is_seen and _may_change(kind)
     return _Kind(
@@ -404,6 +408,8 @@ class NetState:
         # FSDP1 keeps views beside its parameters, which can't be asked after a backward pass.
         asked = [] if only_buffers else tensors
         self.leaves = parameters + [one for one in asked if one.is_leaf and one.requires_grad]
+        given_hooks = [] if only_buffers else self.leaves
+        self._put_back_gradient_hooks = [*map(private.restoring_hooks, given_hooks)]
         buffers = {id(one) for module in modules for one in module.buffers(recurse=False)}
         if only_buffers:
             tensors = [one for one in tensors if id(one) in buffers]
@@ -447,6 +453,8 @@ class NetState:
         is_same = not thorough and self._marks == _marks_of(self._weights)
         is_same = is_same and same_samples(self._samples, joined(self._sampled))
         self._put_back_tensors([*self._tensors, *(() if is_same else self._weights)])
+        for put_back_hooks in self._put_back_gradient_hooks:
+            put_back_hooks()
         if self._random is not None:
             restore_random(self._random)
 
@@ -473,16 +481,17 @@ class NetState:
         for tensor, data, written, values, requires_grad, version, put_back_version in notes:
             is_inference = version == -1
             is_counted = version_of(tensor) != version
-            if not is_inference:
-                # `net.to(device)` swaps the memory under a parameter.
-                tensor.data = data
-            if tensor.requires_grad != requires_grad and tensor.is_leaf:
-                tensor.requires_grad_(requires_grad)
             if values is None and is_counted:
                 self._lost.append(self._found[id(tensor)].path)
             if values is not None:
                 with torch.inference_mode(is_inference):
                     written.copy_(values)
+            if not is_inference:
+                # `net.to(device)` swaps the memory under a parameter, and copying to a sparse
+                # tensor that of its parts.
+                tensor.data = data
+            if tensor.requires_grad != requires_grad and tensor.is_leaf:
+                tensor.requires_grad_(requires_grad)
             if values is not None and is_counted:
                 # A graph that holds the tensor is as good as before.
                 put_back_version()
