@@ -24,6 +24,15 @@ _PRINTED_LABEL = re.compile(r"\s*([0-9]{1,18})\s*-\s*([0-9]{1,18})\s*")
 class OperationIdx(NamedTuple):
     """The key of an operation: a call of a torch function by the own code of a layer.
 
+    Parameters
+    ----------
+    depth, idx : int
+        The label of the layer.
+    function : str
+        The name of the function, without double underscores.
+    index : int
+        Which call of that function it is, in this call of the layer's module, from 0.
+
     Examples
     --------
     >>> key = OperationIdx(3, 2, "softmax", 0)
@@ -224,11 +233,32 @@ class Layer:
 class Operation(Layer):
     """A call of a torch function by the own code of a layer, which returned tensors.
 
-    It is a row as a layer is: ``module`` is the one whose own code made the call, ``type_name`` the
-    function, and ``completion`` lies between those of the layers that returned before and after.
+    It is a row as a layer is, and stands wherever one does.
 
     Parameters
     ----------
+    label : OperationIdx
+        Its key.
+    name : str
+        ``NAME/FUNCTION:K``, where NAME is that of the layer: ``"h.3/add:1"``.
+    module : torch.nn.Module or None
+        The one whose own code made the call; None if it was read from disk.
+    type_name : str
+        The name of the function.
+    call : int
+        That of the layer.
+    input_shape : None
+        Not known.
+    num_params : int
+        0.
+    executed : bool
+        Whether it can be recorded. Inside a ``torch.func`` transform it can't.
+    completion : float
+        Its rank between those of the layers that returned before and after.
+    output_spec : Any
+        The output's structure with a ``TensorSpec`` for every tensor.
+    shard, called_as : None
+        Not known.
     layer : Layer
         The call of the module whose own code made it.
     file : str
@@ -257,6 +287,11 @@ class Operation(Layer):
     source: str = ""
 
     @property
+    def depth(self) -> int:
+        """The number of modules around it, the one that made it included."""
+        return self.layer.depth + 1
+
+    @property
     def function(self) -> str:
         """Name of the function, without double underscores."""
         return self.label.function
@@ -272,8 +307,13 @@ class Operation(Layer):
         where = f"{self.file}:{self.line}: {self.source}"
         return f"the operation {self.function}:{self.index} made it at {where}"
 
+    @property
+    def place(self) -> str:
+        """The line that made it, as ``file:line`` without the folder."""
+        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
+
     def __str__(self) -> str:
-        where = f" ({os.path.basename(self.file)}:{self.line})" if self.file else ""
+        where = f" ({self.place})" if self.file else ""
         return f"{text_of(self.label)} {self.name}{where}"
 
 

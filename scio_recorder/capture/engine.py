@@ -102,7 +102,7 @@ class Capture:
         # With the operations that are recorded, and others of their functions.
         self.architecture = self.program.architecture
         self._settings = Settings(net)
-        self._shards = Shards(architecture, recording)
+        self._shards = Shards(self.architecture, recording)
         self._known: dict[object, Setting] = {}
         # The recorder owns them: they are the user's, and may refer to the recorder.
         self.gradient_hooks: weakref.ref[GradientHooks] | None = None

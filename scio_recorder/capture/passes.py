@@ -210,10 +210,11 @@ class Pass:
         _, kept, moment = pending[own]
         del pending[own:]
         if label is not None and self._sink is not None:
-            if label not in self.program.kernels:
+            if label in self.program.kernels:
+                self._received, row = kept, self.program.architecture[label]
+                kept = None if label in self.program.hidden else self._sink.keep_inputs(row, kept)
+            if kept is not None and self.program.options.inputs:
                 self._sink.receive_inputs(label, kept)
-            else:
-                self._received = kept
         elif label is not None:
             self._inputs.append((position, kept))
             if moment is not None:
@@ -223,12 +224,15 @@ class Pass:
         """Keep inputs until the call returns: calls may fail, and modules may call themselves."""
         value, modules = Inputs(args, dict(kwargs)), self.program.modules
         module = modules[index] if index < len(modules) else None
+        row = self.program.rows[index]
         kept: Any
-        if self._sink is not None and module is None:
-            # Inputs are stored to run calls again, as those of operations can't.
+        if row is None or (self._sink is not None and not self._is_wanted(index)):
+            return
+        if self._sink is not None and self._label_of_operation(index) in self.program.kernels:
+            # The sink receives the attention, which is computed from them as soon as it returns.
             kept = value
-        elif self._sink is not None and module is not None:
-            kept = self._sink.keep_inputs(module, value)
+        elif self._sink is not None:
+            kept = self._sink.keep_inputs(row, value)
         elif self.program.options.offload:
             kept = offload(taken_apart(value))
         else:
@@ -238,6 +242,24 @@ class Pass:
         is_noted = self._sink is None and self.program.options.notes_moments
         moment = LiveMoment.of(module, value) if is_noted and module is not None else None
         self._pending.setdefault(index, []).append(_PendingInputs(args, kept, moment))
+
+    def _label_of_operation(self, index: int) -> RowIdx | None:
+        """Return the label of the operation that begins; they return in the order in which they do.
+
+        None for a call of a module, and for an operation that is not recorded.
+        """
+        program, count = self.program, self._counts.get(index, 0)
+        if index < len(program.modules) or not program.counts_calls:
+            return None
+        own = program.positions[index]
+        return program.labels[own[count]] if count < len(own) else None
+
+    def _is_wanted(self, index: int) -> bool:
+        """Whether a sink wants the inputs of a call: not those of operations it does not know."""
+        if index < len(self.program.modules) or not self.program.counts_calls:
+            return True
+        label = self._label_of_operation(index)
+        return label in self.program.kernels or label not in {None, *self.program.hidden}
 
     def explain(self, error: Exception, inputs: Inputs) -> None:
         """Add notes to an error of the network on what has probably caused it."""

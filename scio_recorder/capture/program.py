@@ -57,7 +57,7 @@ class Sink(Protocol):
         every batch would pay for anything in between.
         """
 
-    def keep_inputs(self, module: nn.Module, inputs: Inputs) -> Any:
+    def keep_inputs(self, row: Layer, inputs: Inputs) -> Any:
         """Copy the inputs that a module's forward is about to receive; its call is known later."""
 
     def receive_inputs(self, label: RowIdx, kept: Any) -> None:
@@ -222,6 +222,11 @@ class Program:
         # Operations start in the order in which they return.
         own_code = self.positions[len(self.modules) :]
         return found + [[self.labels[at] for at in own] for own in own_code]
+
+    @cached_property
+    def rows(self) -> list[Layer | None]:
+        """The first recorded row of each module, and of each function in own code, if any."""
+        return [next(iter(self.layers_of([index])), None) for index in range(len(self.positions))]
 
     def layers_of(self, modules: Collection[int]) -> list[Layer]:
         """Return the recorded layers of modules, which are given by index."""

@@ -60,11 +60,17 @@ def _with_whole_shapes(words: Iterable[str]) -> list[str]:
 
 
 def summary(command: ArgumentParser) -> None:
-    """Print the labelled architecture of a net.
+    """Print the labelled architecture of a net, or the operations inside its layers.
 
     MODULE is imported, from the current folder if it is there; NAME is a net, or a class or
     function that makes one when called without arguments.
     """
+    _add_net(command)
+    what = "print what the code of these layers calls, with its line; by default of all layers"
+    command.add_argument("--operations", nargs="*", action="extend", metavar="LAYER", help=what)
+
+
+def _add_net(command: ArgumentParser) -> None:
     command.add_argument("net", metavar="MODULE:NAME", help="the net, such as mynets:build")
     given = command.add_mutually_exclusive_group(required=True)
     what = "shape of an input, batch first, such as 1,3,32,32; once for each input"
@@ -82,14 +88,14 @@ def collect(command: ArgumentParser) -> None:
     --resume continues an interrupted recording. With --parts any number of these commands, on any
     machines that see the folder, share the work, and continue what others have left.
     """
-    summary(command)
+    _add_net(command)
     _add_run(command)
     add = command.add_argument
     what = "the batches: an iterable such as a DataLoader, or a function that makes one"
     add("--data", metavar="MODULE:NAME", required=True, help=what)
     what = "fill the folder together with others that run this command; --data is then a function "
     add("--parts", type=int, metavar="N", help=f"{what}of the part, from 0 to N - 1")
-    what = "labels such as 1-3, qualified names, or globs over names such as 'layer4.*'"
+    what = "labels such as 1-3, names, globs such as 'layer4.*', or operations such as 'h.*/add'"
     add("--layers", nargs="+", action="extend", required=True, metavar="LAYER", help=what)
     what = "the folder to write, or a place in a bucket such as s3://bucket/run"
     add("--out", "--store", dest="out", required=True, metavar="PATH", help=what)

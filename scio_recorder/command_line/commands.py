@@ -119,9 +119,10 @@ def _drop_output() -> None:
 
 
 def summary(parsed: Namespace, console: Console) -> None:
-    """Print the labelled architecture of a net."""
+    """Print the labelled architecture of a net, or the operations inside its layers."""
     console.width = max(console.width, WIDTH)
-    console.print(_recorder(parsed))
+    rnet = _recorder(parsed)
+    console.print(rnet if parsed.operations is None else rnet.operations(*parsed.operations))
 
 
 def _recorder(parsed: Namespace, *, is_eval: bool = False) -> Recorder:

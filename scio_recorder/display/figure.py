@@ -41,9 +41,18 @@ SATURATION_BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "Softsign": (-1.0, 1.0),
     "Tanh": (-1.0, 1.0),
 }
+# Types of layers in which a unit that is always zero has no gradient and learns nothing more.
+RECTIFIERS = ("ReLU", "ReLU6")
+# By the name of the function that does the same.
+_TYPES = {name.lower(): name for name in (*SATURATION_BOUNDS, *RECTIFIERS)}
 _COLUMNS = 5
 # Blue and vermilion of Okabe and Ito, which differ for colour-blind readers and in grey.
 BLUE, VERMILION = "#0072B2", "#D55E00"
+
+
+def kind_of(layer: Layer) -> str:
+    """Return the type of a layer, of an operation that of the module that does the same."""
+    return _TYPES.get(layer.type_name.rstrip("_"), layer.type_name)
 
 
 @dataclass(frozen=True)

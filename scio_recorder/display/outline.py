@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from importlib.resources import files
+from types import MappingProxyType
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from scio_recorder.layer import Layer, RowIdx, counted
+from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx, counted, text_of
 
 # A structure of outputs, usually the net's own, must not widen the whole table.
 _WIDEST_SHAPE = 36
@@ -60,8 +61,15 @@ class Node:
     remark: str | None = None
 
 
-def outline(what: str, rows: Sequence[Layer], recorded: Collection[RowIdx] | None) -> Outline:
+def outline(
+    what: str,
+    rows: Sequence[Layer],
+    recorded: Collection[RowIdx] | None,
+    operations: Mapping[OperationIdx, Operation] = MappingProxyType({}),
+) -> Outline:
     """Return rows with a title such as ``Recorder: ResNet, 3 of 63 layers recorded``.
+
+    Recorded operations stand below the layers that made them.
 
     Examples
     --------
@@ -72,7 +80,25 @@ def outline(what: str, rows: Sequence[Layer], recorded: Collection[RowIdx] | Non
     count = counted(len(rows), "layer")
     if recorded is None:
         return Outline(f"{what}:{net} {count}", rows)
-    return Outline(f"{what}:{net} {len(recorded):,} of {count} recorded", rows, recorded)
+    inner = [operations[label] for label in recorded if isinstance(label, OperationIdx)]
+    also = f" and {counted(len(inner), 'operation')}" * bool(inner)
+    title = f"{what}:{net} {len(recorded) - len(inner):,} of {count}{also} recorded"
+    return Outline(title, _among(rows, inner), recorded)
+
+
+def _among(rows: Sequence[Layer], operations: Iterable[Operation]) -> list[Layer]:
+    """Return rows and operations, each operation below its layer, behind what ran before it."""
+    placed: list[tuple[int, float, Layer]] = [(at, -2.0, row) for at, row in enumerate(rows)]
+    for one in operations:
+        ended = one.completion or 0.0
+        earlier = [
+            at
+            for at, row in enumerate(rows)
+            if row.label == one.layer.label
+            or (row.completion is not None and row.completion < ended)
+        ]
+        placed.append((max(earlier), ended, one))
+    return [row for *_, row in sorted(placed, key=lambda one: one[:2])]
 
 
 def nodes(shown: Outline) -> list[Node]:
@@ -84,7 +110,7 @@ def nodes(shown: Outline) -> list[Node]:
     followed, depth_below = set[int](), -1
     for row in reversed(rows):
         flags = tuple(depth in followed for depth in range(row.depth + 1))
-        is_recorded, remark = tuple(row.label) in recorded, shown.remarks.get(row.label)
+        is_recorded, remark = row.label in recorded, shown.remarks.get(row.label)
         found.append(Node(row, flags, depth_below > row.depth, is_recorded, remark))
         followed = {depth for depth in followed if depth < row.depth} | {row.depth}
         depth_below = row.depth
@@ -142,16 +168,30 @@ def short_name(name: str, longest: int) -> str:
     return name if len(name) <= longest else f"…{name[1 - longest :]}"
 
 
-def _texts(layer: Layer) -> tuple[str, str, str]:
-    """Return a layer's own name, the shapes of its output in one line, and its parameters."""
+def _titles(layer: Layer) -> tuple[str, str]:
+    """Return a layer's own name and its type, or that of an operation and the line that made it."""
+    if isinstance(layer, Operation):
+        return f"{layer.function}:{layer.index}", layer.place
+    return layer.name.rpartition(".")[2], layer.type_name
+
+
+def hint(layer: Layer) -> str:
+    """Return the qualified name of a layer; of an operation also its line."""
+    if isinstance(layer, Operation):
+        return f"{layer.name}, {layer.file}:{layer.line}: {layer.source}"
+    return layer.name
+
+
+def _texts(layer: Layer) -> tuple[str, str]:
+    """Return the shapes of a layer's output in one line, and its parameters."""
     shape = "-" if layer.output_shape is None else visible(str(layer.output_shape))
     params = f"{layer.num_params:,}" if layer.num_params else "-"
-    return layer.name.rpartition(".")[2], shape if layer.executed else "did not run", params
+    return shape if layer.executed else "did not run", params
 
 
 def address_of(layer: Layer) -> str:
     """Return the address of a layer's row in the table of a page."""
-    return f"#layer-{layer.label}"
+    return f"#layer-{text(str(layer.label))}"
 
 
 def call_text(layer: Layer) -> str:
@@ -167,7 +207,8 @@ def full_name(layer: Layer) -> str:
 def short_title(layer: Layer, longest: int) -> str:
     """Return the label, a short name and the number of the call of a layer."""
     name = short_name(layer.name or layer.type_name, longest)
-    return f"{layer.label} {name}{call_text(layer)}"
+    # The name of an operation says which one it is.
+    return f"{text_of(layer.label[:2])} {name}{call_text(layer)}"
 
 
 def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -209,10 +250,10 @@ def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> Re
     for node in nodes(shown):
         layer = node.layer
         style = "bold" if node.is_recorded else "" if layer.executed else "dim"
-        name, shape, params = _texts(layer)
-        label = f"{'●' if node.is_recorded else '':<2}{layer.label}"
+        shape, params = _texts(layer)
+        label = Text(f"{'●' if node.is_recorded else '':<2}{visible(str(layer.label))}")
         # At any depth, most of the column is left for the name.
-        module = _branch(node, name, options.max_width // 3)
+        module = _branch(node, options.max_width // 3)
         table.add_row(label, module, _line(shape), params, style=style)
     for renderable in (title, table):
         for segment in console.render(renderable, options):
@@ -220,8 +261,9 @@ def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> Re
             yield Segment(text, segment.style, segment.control)
 
 
-def _branch(node: Node, name: str, width: int) -> Text:
+def _branch(node: Node, width: int) -> Text:
     layer = node.layer
+    name, kind = _titles(layer)
     last = "├ " if node.followed[-1] else "└ "
     guides = "".join("│ " if flag else "  " for flag in node.followed[1:-1]) + last
     if len(guides) > width:
@@ -229,7 +271,7 @@ def _branch(node: Node, name: str, width: int) -> Text:
     return _line(
         (guides if layer.depth else "", "dim"),
         f"{visible(name)} " if name else "",
-        (visible(layer.type_name), "cyan" if layer.executed else ""),
+        (visible(kind), "cyan" if layer.executed else ""),
         (call_text(layer), "italic"),
     )
 
@@ -294,7 +336,7 @@ def _row(node: Node, shown: Outline, links: bool) -> str:
     layer = node.layer
     kinds = ["sn-row"]
     kinds += ["sn-recorded"] * node.is_recorded + ["sn-idle"] * (not layer.executed)
-    name, shape, params = _texts(layer)
+    (name, kind), (shape, params) = _titles(layer), _texts(layer)
     # Isolated, so that names in scripts from right to left don't reorder the row.
     own_name = f"<bdi>{text(name)}</bdi> " if name else ""
     mark = f'<span role="img" aria-label="{text(shown.mark)}">●</span>' * node.is_recorded
@@ -303,15 +345,15 @@ def _row(node: Node, shown: Outline, links: bool) -> str:
         f'<span class="sn-params" title="parameters">{params}</span>'
     )
     if node.remark is not None:
-        alarm = " sn-alarm" * (tuple(layer.label) in shown.alarms)
+        alarm = " sn-alarm" * (layer.label in shown.alarms)
         about = f'<span class="sn-remark{alarm}">{text(node.remark)}</span>'
     elif shown.remarks:
         about = ""
     # Spaces between the parts, for notebooks that strip styles.
     return (
-        f'class="{" ".join(kinds)}" title="{text(layer.name)}"><span class="sn-fold"></span>'
+        f'class="{" ".join(kinds)}" title="{text(hint(layer))}"><span class="sn-fold"></span>'
         f'<span class="sn-mark">{mark}</span> {_label(node, links)} '
-        f'<span class="sn-module">{own_name}<code><bdi>{text(layer.type_name)}</bdi></code>'
+        f'<span class="sn-module">{own_name}<code><bdi>{text(kind)}</bdi></code>'
         f"{call_text(layer)}</span> {about}"
     )
 
@@ -364,6 +406,8 @@ class Listing:
         The rows that stand out.
     notes : sequence of str
         Remarks below the table.
+    widest : int
+        The most characters of a text.
     """
 
     title: str
@@ -372,6 +416,7 @@ class Listing:
     rows: Sequence[Sequence[str]]
     marked: Collection[int] = ()
     notes: Sequence[str] = ()
+    widest: int = _WIDEST
 
     def __rich__(self) -> Group:
         """Return the table for rich."""
@@ -380,7 +425,7 @@ class Listing:
             width = max(len(name), *(len(row[place]) for row in self.rows), 0)
             # Short words are never cut off.
             least = width if width <= _SHORT or not place else None
-            table.add_column(_line(visible(name)), min_width=least, max_width=_WIDEST)
+            table.add_column(_line(visible(name)), min_width=least, max_width=self.widest)
         for name in self.numbers:
             table.add_column(name, justify="right", no_wrap=True)
         for place, row in enumerate(self.rows):
@@ -388,6 +433,19 @@ class Listing:
             table.add_row(*(_line(visible(cell)) for cell in row), style=style)
         title = Text(visible(self.title), "bold")
         return Group(title, *([table] * bool(self.rows)), *(Text(visible(n)) for n in self.notes))
+
+    def html(self) -> str:
+        """Return title and table in HTML, for a notebook."""
+        lines = [[("th", name) for name in (*self.texts, *self.numbers)]]
+        lines += [[("td", cell) for cell in row] for row in self.rows]
+        cells = ["".join(map(_cell_html, line)) for line in lines]
+        table = "".join(f"<tr>{line}</tr>" for line in cells)
+        return f"<p>{text(self.title)}</p><table>{table}</table>"
+
+
+def _cell_html(cell: tuple[str, str]) -> str:
+    kind, value = cell
+    return f'<{kind} style="text-align: left">{text(value)}</{kind}>'
 
 
 class Listed:

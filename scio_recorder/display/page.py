@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from scio_recorder.display.outline import address_of, asset, call_text, searched, text
+from scio_recorder.display.outline import address_of, asset, call_text, hint, searched, text
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import Layer
 
@@ -145,7 +145,7 @@ def _heading(name: str, kind: str, order: str = "none") -> str:
 
 
 def _name_cells(layer: Layer) -> str:
-    name = f'<td class="name tail" title="{text(layer.name)}">{name_html(layer.name, layer)}</td>'
+    name = f'<td class="name tail" title="{text(hint(layer))}">{name_html(layer.name, layer)}</td>'
     return f"{name}<td><bdi>{text(layer.type_name)}</bdi></td>"
 
 

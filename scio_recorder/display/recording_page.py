@@ -8,13 +8,17 @@ from collections.abc import Iterator, Sequence
 from rich.filesize import decimal
 
 from scio_recorder.display import page
-from scio_recorder.display.figure import Bars, LayerSummary, ValueStatistics
+from scio_recorder.display.figure import (
+    RECTIFIERS,
+    Bars,
+    LayerSummary,
+    ValueStatistics,
+    kind_of,
+)
 from scio_recorder.display.outline import Outline, address_of, asset, searched, text, tree_html
 from scio_recorder.display.page import Column
 from scio_recorder.layer import few
 
-# Types of layers in which a unit that is always zero has no gradient and learns nothing more.
-_RECTIFIERS = ("ReLU", "ReLU6")
 _HEIGHT = 100
 # Units that a warning names.
 _SHOWN = 5
@@ -61,7 +65,7 @@ def _warning(summary: LayerSummary) -> str:
 
 def _troubles(summary: LayerSummary) -> list[str]:
     units, found = summary.units, [*_faults(summary), *_explosions(summary), *summary.warnings]
-    if units is not None and units.zero and summary.layer.type_name in _RECTIFIERS:
+    if units is not None and units.zero and kind_of(summary.layer) in RECTIFIERS:
         which = "all" if units.zero == units.count else f"{units.zero:,} of"
         found.append(f"{which} {units.count:,} units are dead: zero for all samples")
     return found
@@ -158,7 +162,7 @@ def _figure(drawn: Sequence[LayerSummary]) -> str:
     others = ", ".join(map(page.link_html, layers[1:]))
     return (
         f'<figure data-search="{" ".join(map(searched, layers))}"><figcaption title="{text(name)}">'
-        f'<a href="{address_of(layer)}">{layer.label}</a> '
+        f'<a href="{address_of(layer)}">{text(str(layer.label))}</a> '
         f'<span class="tail">{page.name_html(name, layer)}</span></figcaption>'
         + bars_svg(bars, f'role="img" aria-label="{text(said)}"')
         + f'<div class="axis"><span>{page.number_text(bars.low)}</span>'

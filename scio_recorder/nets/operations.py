@@ -1,4 +1,4 @@
-"""Operations: the names of torch's functions, and the lines of code that call them."""
+"""Operations: the names of torch's functions, the lines of code that call them, their list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from scio_recorder.display.outline import Listed, Listing
+from scio_recorder.layer import Operation, counted
+from scio_recorder.nets.records import LayerMapping
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+# Columns of the list of operations: a line of code is to be read.
+_WIDEST = 100
 # Where modules are called.
 _CALLS = inspect.getfile(nn.Module)
 
@@ -79,3 +85,21 @@ def calling_line(depth: int) -> Line:
         frame = frame.f_back
     file, line = found.f_code.co_filename, found.f_lineno
     return Line(file, line, linecache.getline(file, line, found.f_globals).strip())
+
+
+class Operations(Listed, LayerMapping[Operation]):
+    """Operations by label, read-only, in the order in which they returned.
+
+    Keys are those of the recorder: an ``OperationIdx`` or a text such as ``"h.3/add:1"``.
+    """
+
+    def _listing(self) -> Listing:
+        names = "Operation", "Output shape", "Line", "Source"
+        rows = [(one.name, str(one.output_shape), one.place, one.source) for one in self.values()]
+        return Listing(counted(len(self), "operation"), names, (), rows, widest=_WIDEST)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return self._listing().html()

@@ -82,6 +82,39 @@ def _plain(label: RowIdx) -> RowIdx:
     return label if isinstance(label, OperationIdx) else (int(label[0]), int(label[1]))
 
 
+def select_layers(
+    architecture: Architecture, selectors: Sequence[object], what: str
+) -> tuple[RowIdx, ...]:
+    """Return the layers that the selectors match, where operations can't be meant.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The labelled net.
+    selectors : sequence
+        As for :func:`select`.
+    what : str
+        The name of the function that was called, for messages.
+
+    Returns
+    -------
+    tuple of (int, int)
+        Sorted.
+
+    Raises
+    ------
+    SelectorTypeError
+        A selector is for operations.
+    """
+    for selector in selectors:
+        if is_operation_key(selector) and selector not in architecture.names:
+            raise SelectorTypeError(
+                f"{what} is for layers, and {selector!r} for operations inside them: name the "
+                "layers around these"
+            )
+    return select(architecture, selectors)
+
+
 def by_selector(
     architecture: Architecture,
     recorded: Collection[RowIdx],

@@ -27,7 +27,7 @@ from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeErro
 from scio_recorder.layer import Layer, RowIdx, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
-from scio_recorder.nets.selection import select
+from scio_recorder.nets.selection import select_layers
 from scio_recorder.nets.sharded import needs_fsdp
 from scio_recorder.nets.state.untouched import untouched
 from scio_recorder.postprocessors.assigning import (
@@ -68,7 +68,7 @@ def recompute_pass(capture: Capture, selectors: Sequence[Any]) -> LayerMapping[A
     if not selectors:
         raise SelectorTypeError('no layers are named: write recompute("layer3.*")')
     architecture, activations, inputs = capture.architecture, capture.activations, capture.inputs
-    targets = select(architecture, selectors)
+    targets = select_layers(architecture, selectors, "recompute")
     recorded = [target for target in targets if target in activations]
     found = {target: map_tensors(_copied, activations.peek(target)) for target in recorded}
     others = [target for target in targets if target not in activations]
@@ -134,7 +134,8 @@ class Recomputation:
         self._architecture = _same_architecture(recording.architecture, rnet)
         if not selectors:
             raise SelectorTypeError('no layers are named: write recompute(rnet, "layer3.*")')
-        targets, kept = select(self._architecture, selectors), recording.calls.labels
+        targets = select_layers(self._architecture, selectors, "recompute")
+        kept = recording.calls.labels
         self._wanted = _by_enclosing(self._architecture, targets, kept, "the recording has")
         self._posts = self._assigned(given)
         self._digest = Weights().digest
@@ -303,6 +304,7 @@ class _Rerun:
             change = self._change(module)
             if change is not None:
                 raise RecomputeError(f"layer {layer} can't be run again: {change}")
+            assert self.call.moment is not None, "checked for a change"
             with self._watching(module), self.call.moment.entered(module):
                 args, kwargs = _inputs_again(self.call)
                 module(*args, **kwargs)
@@ -321,6 +323,8 @@ class _Rerun:
         return self._found
 
     def _change(self, module: nn.Module) -> str | None:
+        if self.call.moment is None:
+            return "the recording does not say in which state it ran"
         change = self.call.moment.explain_change(module)
         # A module with the same output may have worked differently inside.
         if change is None and self.digest(module) != self.call.weights:
@@ -375,6 +379,7 @@ def _inputs_again(call: KeptCall) -> Inputs:
     """Copy the inputs, as similar to the original ones as possible, in the original state."""
     leaves, rebuild = flatten(call.inputs)
     moment = call.moment
+    assert moment is not None, "its call was entered"
     if len(leaves) != len(moment.devices):
         raise RecomputeError("the recorded inputs have changed since that pass")
     noted = zip(leaves, moment.devices, moment.requires_grad, strict=True)

@@ -28,7 +28,7 @@ from scio_recorder.capture.around import AroundPlain
 from scio_recorder.errors import MutationError, SelectorTypeError
 from scio_recorder.layer import RowIdx
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.selection import select
+from scio_recorder.nets.selection import select_layers
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import floating_or_none, usable_device
 from scio_recorder.tensors.copies import StridedCopy, is_plain, version_counter, version_of
@@ -69,10 +69,11 @@ class SavedTensors:
     ) -> None:
         if not selectors:
             raise SelectorTypeError('no layers are named: write saved_tensors("layer3.*", ...)')
+        chosen = select_layers(architecture, selectors, "saved_tensors")
         self._device = _usable_device(device)
         self._dtype = floating_or_none(dtype, SelectorTypeError)
         self._pin_memory = pin_memory
-        self._modules = _modules_of(architecture, set(select(architecture, selectors)))
+        self._modules = _modules_of(architecture, set(chosen))
         self._around: list[_AroundLayer] = []
         self._copies: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.capture.watch import AroundCalls, Passes, Watcher, why_not_called
 from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
-from scio_recorder.layer import few
+from scio_recorder.layer import Operation, few
 from scio_recorder.nets.architecture import nearest
 from scio_recorder.nets.attention_calls import AttentionRecords
 from scio_recorder.nets.records import LayerMapping, Records
@@ -139,9 +139,12 @@ class Collecting:
 
     @property
     def recorded_modules(self) -> LayerMapping[nn.Module]:
-        """The modules of the recorded layers, by label."""
-        modules = {label: self.architecture[label].module for label in self.recording}
-        found = {label: module for label, module in modules.items() if module is not None}
+        """The modules of the recorded layers, by label; operations have none."""
+        rows = map(self.architecture.__getitem__, self.recording)
+        layers = [row for row in rows if not isinstance(row, Operation)]
+        found: dict[RowIdx, nn.Module] = {
+            row.label: row.module for row in layers if row.module is not None
+        }
         return LayerMapping(self.architecture, found, "module")
 
     @property

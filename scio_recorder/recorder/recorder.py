@@ -29,7 +29,6 @@ from scio_recorder.errors import (
 from scio_recorder.layer import (
     DepthIdx,
     Operation,
-    OperationIdx,
     RowIdx,
     few,
     is_operation_key,
@@ -38,6 +37,7 @@ from scio_recorder.layer import (
 )
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net, list_operations
+from scio_recorder.nets.operations import Operations
 from scio_recorder.nets.records import Records
 from scio_recorder.nets.selection import did_not_run, select, select_modules
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
@@ -244,8 +244,10 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         layers = _attending(architecture, recording, attention)
         options = RecordOptions(bool(inputs), gradients, copy, bool(offload), calls, layers)
         self._replace_capture(Capture(self._net, architecture, recording, options))
+        # Which knows the recorded operations, too.
+        self.architecture = self._capture.program.architecture
 
-    def operations(self, *selectors: Any) -> Mapping[OperationIdx, Operation]:
+    def operations(self, *selectors: Any) -> Operations:
         """List what the own code of layers calls: functions, methods and operators of torch.
 
         The network runs once more for the first list, on a copy and with the inputs of its
@@ -258,8 +260,10 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
 
         Returns
         -------
-        mapping of OperationIdx to Operation
-            In the order in which they returned. It is printed with names, shapes and lines of code.
+        Operations
+            A read-only mapping of ``OperationIdx`` to ``Operation``, in the order in which they
+            returned. A key can also be a text, such as ``"h.3/add:1"``. It is printed with names,
+            shapes and lines of code.
 
         Raises
         ------
@@ -271,13 +275,17 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         Examples
         --------
         >>> rnet = Recorder(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), input_size=(1, 2))
-        >>> [row.name for row in rnet.operations().values()]
-        ['0/linear:0', '1/relu:0']
+        >>> operations = rnet.operations()
+        >>> [row.name for row in operations.values()], operations["1/relu"].source
+        (['0/linear:0', '1/relu:0'], 'return F.relu(input, inplace=self.inplace)')
         """
         architecture = self._with_operations()
         chosen = set(select(architecture, selectors or [lambda row: True]))
         rows = architecture.operations.items()
-        return {at: row for at, row in rows if at in chosen or row.layer.label in chosen}
+        inside: dict[RowIdx, Operation] = {
+            at: row for at, row in rows if at in chosen or row.layer.label in chosen
+        }
+        return Operations(architecture, inside, "operation")
 
     def _is_inside(self, selector: object) -> bool:
         return is_operation_key(selector) and selector not in self.architecture.names
@@ -483,7 +491,8 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         return fitted.getvalue().rstrip()
 
     def _outline(self) -> Outline:
-        return outline("Recorder", list(self.architecture.values()), self.recording)
+        rows, inner = list(self.architecture.values()), self.architecture.operations
+        return outline("Recorder", rows, self.recording, inner)
 
     # Hooks refer to this recorder, so a copy attaches its own.
 

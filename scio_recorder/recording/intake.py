@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from rich.filesize import decimal
-from torch import Tensor, nn
+from torch import Tensor
 
 from scio_recorder.errors import CollectError, raised_by
-from scio_recorder.layer import Layer, RowIdx, TensorSpec, text_of
+from scio_recorder.layer import Layer, Operation, RowIdx, TensorSpec, text_of
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.recording.options import LayerOptions, Transform
@@ -336,12 +336,12 @@ class Intakes:
         for intake in self._intakes:
             intake.current = current
 
-    def keep_inputs(self, module: nn.Module, inputs: Inputs) -> dict[str, Any]:
-        """Copy the inputs that a module is about to receive, and the state in which it will run."""
-        architecture = self._layers.architecture
-        layer = architecture[architecture.calls(module)[0]]
-        call = KeptCall(inputs, Moment.of(module, inputs), self._weights.digest(module))
-        return self._writer.calls.keep(layer, call)
+    def keep_inputs(self, row: Layer, inputs: Inputs) -> dict[str, Any]:
+        """Copy what a module is about to receive, and the state in which it will run."""
+        module, call = row.module, KeptCall(inputs)
+        if module is not None and not isinstance(row, Operation):
+            call = KeptCall(inputs, Moment.of(module, inputs), self._weights.digest(module))
+        return self._writer.calls.keep(row, call)
 
     def receive_inputs(self, label: RowIdx, kept: dict[str, Any]) -> None:
         """Take the result of `keep_inputs` for a layer."""

@@ -216,7 +216,8 @@ class Showing(Outlined, Listed, Readable):
         return self._architecture.in_order(wanted)
 
     def _outline(self) -> Outline:
-        return outline("Recording", list(self._architecture.values()), tuple(self))
+        rows, inner = list(self._architecture.values()), self._architecture.operations
+        return outline("Recording", rows, tuple(self), inner)
 
 
 def _row(recording: Readable, summary: LayerSummary) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def _of_samples(
     recording: Readable, label: RowIdx, bins: int | None, advance: Advance
 ) -> figure.LayerSummary:
     samples, layer = recording[label], recording.architecture[label]
-    found, histogram = RunningStatistics(layer.type_name), None
+    found, histogram = RunningStatistics(figure.kind_of(layer)), None
     for part in _parts(recording, label, advance):
         for piece in torch.split(part, max(1, _PIECE // max(1, part[0].numel()))):
             found.update(piece)

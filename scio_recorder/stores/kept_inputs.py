@@ -32,21 +32,21 @@ _MAX_EXTENT_BYTES = 1 << 32
 
 @dataclass
 class KeptCall:
-    """One call of a recorded module.
+    """One call of a recorded module, or of a function by one.
 
     Parameters
     ----------
     inputs : Inputs
-        The inputs of forward.
-    moment : Moment
-        The state in which the module ran.
+        The inputs of forward, or of the function.
+    moment : Moment or None
+        The state in which the module ran; None for a function, whose calls don't run again.
     weights, output : str
         Digests of the module's parameters and of its output, see `digest_of`.
     """
 
     inputs: Inputs
-    moment: Moment
-    weights: str
+    moment: Moment | None = None
+    weights: str = ""
     output: str = ""
 
 
@@ -89,7 +89,7 @@ class KeptCalls:
         CollectError
             The module received a value that can't be kept on disk.
         """
-        inputs, moment = call.inputs, vars(call.moment)
+        inputs, moment = call.inputs, None if call.moment is None else vars(call.moment)
         tree = {"args": inputs.args, "kwargs": inputs.kwargs, "moment": moment}
         leaves, rebuild = flatten(tree)
         try:
@@ -102,7 +102,8 @@ class KeptCalls:
         except UnkeepableError as error:
             raise CollectError(
                 f"layer {layer} received a {error}, which can't be kept on disk: only tensors, "
-                "numbers, strings, None, dtypes and devices can be, in tuples, lists and dicts. "
+                "numbers, strings, None, slices, dtypes and devices can be, in tuples, lists and "
+                "dicts. "
                 "Call the net without it (a cache, by use_cache=False in net.config or among the "
                 'keywords of to_inputs=), record another layer, or write store="host"'
             ) from None
@@ -223,7 +224,8 @@ def _call(kept: Any, tensor: Callable[[int], Tensor]) -> KeptCall:
             tree = flatten(node.value)[1](leaves)
         else:
             tree = decode(node, lambda number: leaves[range(len(leaves))[number]])
-        inputs, moment = Inputs(tree.pop("args"), tree.pop("kwargs")), Moment(**tree.pop("moment"))
+        inputs, known = Inputs(tree.pop("args"), tree.pop("kwargs")), tree.pop("moment")
+        moment = None if known is None else Moment(**known)
     except (AttributeError, RuntimeError) as error:
         raise ValueError(str(error)) from error
     if not isinstance(inputs.args, tuple) or not isinstance(inputs.kwargs, dict) or tree:
@@ -258,7 +260,7 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
     Parameters
     ----------
     value : Any
-        Tuples, lists, dicts, numbers, strings, None, dtypes, devices, tensors.
+        Tuples, lists, dicts, numbers, strings, None, slices, dtypes, devices, tensors.
     tensor : callable
         Returns the number that refers to a tensor.
 
@@ -284,6 +286,10 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
     if kind in (list, tuple, torch.Size):
         items = [encode(item, tensor) for item in value]
         return items if kind is list else {"tuple" if kind is tuple else "size": items}
+    if kind is slice:
+        return {"slice": [encode(i, tensor) for i in (value.start, value.stop, value.step)]}
+    if value is ...:
+        return {"ellipsis": None}
     if kind is torch.dtype:
         return {"dtype": dtype_name(value)}
     if kind is torch.device:
@@ -316,6 +322,8 @@ def decode(node: Any, tensor: Callable[[int], Tensor]) -> Any:
         return dict(pairs)
     if kind == "tuple":
         return tuple([decode(item, tensor) for item in expect(value, list)])
+    if kind == "slice":
+        return slice(*[decode(item, tensor) for item in value])
     if kind == "tensor":
         return tensor(expect(value, int))
     return _PLAIN[kind](value)
@@ -363,6 +371,7 @@ def _float(text: str) -> float:
 
 
 _PLAIN: Mapping[str, Callable[[Any], Any]] = {
+    "ellipsis": lambda _: ...,
     "float": _float,
     "dtype": lambda name: DTYPES[name],
     "device": torch.device,
