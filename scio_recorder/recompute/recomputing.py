@@ -304,8 +304,7 @@ class _Rerun:
             change = self._change(module)
             if change is not None:
                 raise RecomputeError(f"layer {layer} can't be run again: {change}")
-            assert self.call.moment is not None, "checked for a change"
-            with self._watching(module), self.call.moment.entered(module):
+            with self._watching(module), self.call.moment.entered(module):  # type: ignore[union-attr]  # as in _change
                 args, kwargs = _inputs_again(self.call)
                 module(*args, **kwargs)
         except RecomputeError:
@@ -323,8 +322,7 @@ class _Rerun:
         return self._found
 
     def _change(self, module: nn.Module) -> str | None:
-        if self.call.moment is None:
-            return "the recording does not say in which state it ran"
+        assert self.call.moment is not None, "calls of modules have one"
         change = self.call.moment.explain_change(module)
         # A module with the same output may have worked differently inside.
         if change is None and self.digest(module) != self.call.weights:
@@ -379,7 +377,7 @@ def _inputs_again(call: KeptCall) -> Inputs:
     """Copy the inputs, as similar to the original ones as possible, in the original state."""
     leaves, rebuild = flatten(call.inputs)
     moment = call.moment
-    assert moment is not None, "its call was entered"
+    assert moment is not None, "calls of modules have one"
     if len(leaves) != len(moment.devices):
         raise RecomputeError("the recorded inputs have changed since that pass")
     noted = zip(leaves, moment.devices, moment.requires_grad, strict=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.layer import Layer, RowIdx
+from scio_recorder.layer import Layer, OperationIdx, RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
@@ -206,7 +206,10 @@ class Calls:
         read: tuple[Any, Callable[[int], Tensor]] = self._kept.read(number)
         value, tensor = read
         with parsing(f"{self._source.path}, batch {number}, layer {self._names[label]}"):
-            return _call(value[self._names[label]], tensor)
+            call = _call(value[self._names[label]], tensor)
+            if call.moment is None and not isinstance(label, OperationIdx):
+                raise ValueError("it does not say in which state the module ran")
+            return call
 
 
 @dataclass

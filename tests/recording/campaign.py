@@ -36,11 +36,12 @@ class Job:
 
     def __init__(self, *sizes: int) -> None:
         torch.manual_seed(0)
-        self.rnet = recorder("0", "2", "2.first", "3")
+        self.rnet = recorder("0", "2", "2.first", "2/add_", "3")
         self.data = batches(*sizes)
         self.reduce = {"3": [Mean(), Covariance()]}
         clean = expected(self.rnet, self.data)
-        self.stored = {self.rnet.architecture.resolve(key): key for key in ("0", "2", "2.first")}
+        keys = "0", "2", "2.first", "2/add_"
+        self.stored = {self.rnet.architecture.resolve(key): key for key in keys}
         self.samples = {key: clean[label] for label, key in self.stored.items()}
         self.reduced = self.rnet.collect(self.data, reduce=self.reduce)["3"]
 

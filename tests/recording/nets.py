@@ -1,16 +1,19 @@
-"""Nets and batches for collecting, and what each layer returns, by hooks of our own."""
+"""Nets and batches for collecting, and what layers and operations return, by means of our own."""
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from scio_recorder import Recorder
+from tests.operation_oracle import is_operation, short_name
 
 
 class Residual(nn.Module):
@@ -59,7 +62,7 @@ def plain_net() -> nn.Sequential:
 
 def recorder(*selectors: Any, net: nn.Module | None = None, **options: Any) -> Recorder:
     rnet = Recorder(plain_net() if net is None else net, input_size=(2, 4))
-    rnet.record(*(selectors or ("*",)), **options)
+    rnet.record(*(selectors or (("*", "2/add_") if net is None else ("*",))), **options)
     return rnet
 
 
@@ -68,30 +71,65 @@ def batches(*sizes: int, seed: int = 0) -> list[Tensor]:
     return [torch.randn(size, 4, generator=generator) for size in sizes]
 
 
-def expected(rnet: Recorder, data: list[Tensor]) -> dict[tuple[int, int], Tensor]:
-    """Return all that the layers return, cloned at the moment, by plain hooks on a bare net."""
-    found: dict[tuple[int, int], list[Tensor]] = {}
-    calls: dict[nn.Module, int] = {}
-    handles = []
+class Watch(TorchFunctionMode):
+    """Clones all that layers and the functions in their own code return, by hooks on a bare net.
 
-    def clone(module: nn.Module, args: Any, output: Tensor) -> None:
-        label = rnet.architecture.calls(module)[calls.get(module, 0)]
-        calls[module] = calls.get(module, 0) + 1
-        found.setdefault(tuple(label), []).append(output.clone())
+    Calls of a module don't lie inside each other.
+    """
 
-    for module in {row.module for row in rnet.architecture.values()}:
-        handles.append(module.register_forward_hook(clone))
-    with torch.no_grad():
+    def __init__(self, rnet: Recorder) -> None:
+        super().__init__()
+        self._labels = rnet.architecture.calls
+        # By label, in the order in which calls return.
+        self.found: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._calls: Counter[Any] = Counter()
+        self._open: list[nn.Module] = []
+        modules = {row.module for row in rnet.architecture.values()}
+        self._handles = [module.register_forward_pre_hook(self._start) for module in modules]
+        self._handles += [module.register_forward_hook(self._end) for module in modules]
+
+    def _start(self, module: nn.Module, args: Any) -> None:
+        self._open.append(module)
+
+    def _end(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self._note(self._label(self._open.pop()), output)
+        self._calls[module] += 1
+
+    def _label(self, module: nn.Module) -> tuple[int, int]:
+        return self._labels(module)[self._calls[module]]
+
+    def _note(self, label: tuple[Any, ...], output: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            self.found.setdefault(tuple(label), []).append(output.clone())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if self._open and is_operation(output):
+            own = *self._label(self._open[-1]), short_name(func)
+            self._note((*own, self._calls[own]), output)
+            self._calls[own] += 1
+        return output
+
+    def next_pass(self) -> None:
+        self._calls.clear()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+
+def expected(rnet: Recorder, data: list[Tensor]) -> dict[tuple[Any, ...], Tensor]:
+    """Return all that the recorded layers and operations return, in that order."""
+    with torch.no_grad(), Watch(rnet) as watch:
         for batch in data:
-            calls.clear()
+            watch.next_pass()
             rnet.net(batch)
-    for handle in handles:
-        handle.remove()
-    # In the order in which calls return.
-    return {label: torch.cat(kept) for label, kept in found.items() if label in rnet.recording}
+    kept = watch.found.items()
+    return {label: torch.cat(parts) for label, parts in kept if label in rnet.recording}
 
 
-def assert_same(recording: Any, wanted: dict[tuple[int, int], Tensor]) -> None:
+def assert_same(recording: Any, wanted: dict[tuple[Any, ...], Tensor]) -> None:
     assert list(recording) == list(wanted)
     for label, tensor in wanted.items():
         assert recording[label].dtype == tensor.dtype

@@ -53,7 +53,7 @@ def place(request, store) -> str:
 
 @pytest.fixture
 def rnet() -> Any:
-    return recorder("0", "2.first", "3")
+    return recorder("0", "2.first", "2/add_", "3")
 
 
 def collect(rnet: Any, place: str, data: Any = DATA, **keywords: Any) -> Any:

@@ -34,7 +34,7 @@ def seeded(*selectors: str, **options: Any) -> Any:
 
 def fill(path: Path, rank: int, rnet: Any = None, data: Any = None, **keywords: Any) -> Any:
     store = Disk(path, chunk_bytes=200, rank=rank, world_size=WORLD_SIZE)
-    rnet = seeded("*") if rnet is None else rnet
+    rnet = seeded() if rnet is None else rnet
     data = data_of(rank) if data is None else data
     return rnet.collect(data, store=store, sample_ids=lambda batch: batch[1], **keywords)
 
@@ -44,18 +44,18 @@ def check(path: Path, ranks: Any = range(WORLD_SIZE), *, is_complete: bool = Tru
     assert recording.complete == is_complete
     data = [pair for rank in ranks for pair in data_of(rank)]
     assert list(recording.sample_ids) == [name for _, names in data for name in names]
-    assert_same(recording, expected(seeded("*"), [batch for batch, _ in data]))
+    assert_same(recording, expected(seeded(), [batch for batch, _ in data]))
 
 
 def child(path: Path, rank: int, barrier: Any) -> None:
     torch.set_num_threads(1)
-    rnet = seeded("*")
+    rnet = seeded()
     barrier.wait(300)
     recording = fill(path, rank, rnet)
     # A process is told of its own samples, however far the others are.
     assert recording.complete
     assert list(recording.sample_ids) == [name for _, names in data_of(rank) for name in names]
-    assert_same(recording, expected(seeded("*"), [batch for batch, _ in data_of(rank)]))
+    assert_same(recording, expected(seeded(), [batch for batch, _ in data_of(rank)]))
 
 
 @pytest.mark.campaign
@@ -116,7 +116,7 @@ def test_one_process_is_resumed(tmp_path, others_first):
 
 def test_what_does_not_fit(tmp_path):
     fill(tmp_path, 0)
-    other = seeded("*")
+    other = seeded()
     with torch.no_grad():
         other.net[0].weight.add_(1)
     with pytest.raises(RecordingError, match="weights"):
@@ -126,9 +126,9 @@ def test_what_does_not_fit(tmp_path):
     for number in (1, 2):
         store = Disk(tmp_path, world_size=number)
         with pytest.raises(RecordingError, match="world_size is 3 there"):
-            seeded("*").collect(data_of(0), store=store, sample_ids=lambda b: b[1], resume=True)
+            seeded().collect(data_of(0), store=store, sample_ids=lambda b: b[1], resume=True)
     with pytest.raises(CollectError, match="sample_ids"):
-        seeded("*").collect(data_of(1), store=Disk(tmp_path, rank=1, world_size=3))
+        seeded().collect(data_of(1), store=Disk(tmp_path, rank=1, world_size=3))
     fill(tmp_path, 1)
     fill(tmp_path, 2)
     check(tmp_path)
@@ -255,7 +255,7 @@ def test_inputs_of_all(tmp_path):
 @pytest.mark.campaign
 def test_all_begin_at_once(tmp_path):
     # Many times more often than processes could.
-    nets = [seeded("*") for _ in range(WORLD_SIZE)]
+    nets = [seeded() for _ in range(WORLD_SIZE)]
     for attempt in range(20):
         path, errors = tmp_path / "deep" / str(attempt), []
 

@@ -19,6 +19,7 @@ import torch
 
 from scio_recorder import Tokens, open_recording
 from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.layer import text_of
 from scio_recorder.reductions import Fold, Histogram, Mean, Moments
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import system
@@ -55,7 +56,7 @@ def seeded(*selectors: str, **options: Any) -> Any:
 def fill(path: Path, make_batches: Any = data_of, rnet: Any = None, **keywords: Any) -> Any:
     given = {"num_parts": NUM_PARTS, "store": Disk(path, chunk_bytes=1), "progress": False}
     given |= {"sample_ids": lambda batch: batch[1]} | keywords
-    return (rnet or seeded("*")).collect_parts(make_batches, **given)
+    return (rnet or seeded()).collect_parts(make_batches, **given)
 
 
 def check(recording: Any, path: Path, **keywords: Any) -> None:
@@ -63,7 +64,7 @@ def check(recording: Any, path: Path, **keywords: Any) -> None:
     for one in (recording, open_recording(path, verify=True)):
         assert one.complete
         assert list(one.sample_ids) == IDS
-        assert_same(one, expected(seeded("*"), data))
+        assert_same(one, expected(seeded(), data))
     # Nothing is left of those who came and went.
     assert not [name for name in os.listdir(path) if name.startswith("lease") or "tmp" in name]
 
@@ -97,7 +98,7 @@ def test_what_is_written_is_what_the_format_says(tmp_path):
     assert ids == IDS
     recording = open_recording(tmp_path)
     for label in recording:
-        assert torch.equal(found[f"{label[0]}-{label[1]}"], recording[label][:])
+        assert torch.equal(found[text_of(label)], recording[label][:])
 
 
 def test_damage_to_what_tells_of_commits_is_noticed(tmp_path):
@@ -146,7 +147,7 @@ def test_ids_by_default_do_not_depend_on_other_parts(tmp_path):
 
 def child(path: Path, dies_at: str | None, barrier: Any) -> None:
     torch.set_num_threads(1)
-    rnet = seeded("*")
+    rnet = seeded()
 
     def batches_of(part: int) -> Any:
         for batch, names in data_of(part):
@@ -266,7 +267,7 @@ def test_the_callers_own_handler_of_sigterm_stays_in_charge(tmp_path):
 
 
 def test_threads_that_come_late_and_start_twice(tmp_path):
-    nets, found, errors = [seeded("*") for _ in range(4)], [], []
+    nets, found, errors = [seeded() for _ in range(4)], [], []
 
     def work(number: int) -> None:
         try:
@@ -378,7 +379,7 @@ def test_another_net_other_settings_and_other_parts_are_refused_before_anything_
         raise AssertionError("this must not run")
 
     def refused() -> None:
-        other = seeded("*")
+        other = seeded()
         with torch.no_grad():
             other.net[0].weight.add_(1)
         with pytest.raises(RecordingError, match="weights"):
@@ -410,7 +411,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(RecordingError, match=r"not empty: it holds 'thesis\.tex'"):
         fill(tmp_path)
     assert os.listdir(tmp_path) == ["thesis.tex"]
-    seeded("*").collect(data_of(0), store=f"disk:{tmp_path}/one", sample_ids=lambda b: b[1])
+    seeded().collect(data_of(0), store=f"disk:{tmp_path}/one", sample_ids=lambda b: b[1])
     with pytest.raises(RecordingError, match="in 1 part, and num_parts is 6"):
         fill(tmp_path / "one")
 
