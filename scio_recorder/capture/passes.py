@@ -210,15 +210,21 @@ class Pass:
         _, kept, moment = pending[own]
         del pending[own:]
         if label is not None and self._sink is not None:
-            if label in self.program.kernels:
-                self._received, row = kept, self.program.architecture[label]
-                kept = None if label in self.program.hidden else self._sink.keep_inputs(row, kept)
-            if kept is not None and self.program.options.inputs:
-                self._sink.receive_inputs(label, kept)
+            self._hand_on_inputs(label, kept)
         elif label is not None:
             self._inputs.append((position, kept))
             if moment is not None:
                 self.moments[label] = moment
+
+    def _hand_on_inputs(self, label: RowIdx, kept: Any) -> None:
+        assert self._sink is not None
+        program = self.program
+        if label in program.kernels:
+            self._received = kept
+        if program.options.inputs and label not in program.hidden:
+            if label in program.kernels:
+                kept = self._sink.keep_inputs(program.architecture[label], kept)
+            self._sink.receive_inputs(label, kept)
 
     def _keep_inputs(self, index: int, args: Any, kwargs: Any) -> None:
         """Keep inputs until the call returns: calls may fail, and modules may call themselves."""

@@ -29,6 +29,7 @@ from scio_recorder.errors import (
 from scio_recorder.layer import (
     DepthIdx,
     Operation,
+    OperationIdx,
     RowIdx,
     few,
     is_operation_key,

@@ -27,7 +27,7 @@ def test_reductions_equal_those_of_all_samples(store, tmp_path):
     wanted = expected(rnet, data)
     given = f"disk:{tmp_path}/run" if store == "disk" else store
     mean, most = Mean(), Max()
-    reduce = dict.fromkeys(("*", "*/*") if store is None else ("0",), [mean, most])
+    reduce = {key: [mean, most] for key in (("*", "*/*") if store is None else ("0",))}
     recording = rnet.collect(data, store=given, reduce=reduce)
     for opened in [recording] + ([open_recording(recording.path)] if store == "disk" else []):
         assert sorted(opened) == list(rnet.recording)
