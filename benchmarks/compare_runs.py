@@ -3,7 +3,8 @@
 Run ``python benchmarks/compare_runs.py [--rounds 10]``. All layers are compared, with random
 weights, one torch thread and two batches. "equal": the candidate is a copy. "differing": the first
 weight has another sign, so that nearly all numbers differ. "digests": the reference is collected as
-digests, and the candidate compared with that.
+digests, and the candidate compared with that. Processor time counts, since other programs make the
+arms wait.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +89,7 @@ def main() -> None:
         table.add_column(heading)
     for name, make in {"ResNet-18": convolutional, "GPT-2, small": transformer}.items():
         arms = arms_of(*make())
-        spent = interleaved(arms, rounds)
+        spent = interleaved(arms, rounds, clock=time.thread_time)
         for arm in list(arms)[1:]:
             shares = [a / b for a, b in zip(spent[arm], spent["two bare passes"], strict=True)]
             low, middle, high = statistics.quantiles(shares, n=4)
