@@ -205,6 +205,15 @@ class Around:
             self.inner = private.compiled_call(module)
             private.set_compiled_call(module, self)
 
+    def put_inside(self, module: nn.Module) -> None:
+        """Take the place of what the functions around a module's call stand for."""
+        with _CHANGING_CALLS:
+            *_, innermost = None, *wrappers(module)
+            if innermost is None:
+                self.put_around(module)
+            else:
+                self.inner, innermost.inner = innermost.inner, self
+
     def take_from(self, module: nn.Module) -> None:
         """Leave the place of a module's call, or of those around which others stand."""
         take_out(module, lambda call: call is self)

@@ -255,7 +255,8 @@ class Hooks:
             self._attach_to_own_code(module, self._functions.get(index, {}))
             keep_out_of_copies(module)
         for module in self._called:
-            self._put_around(module, {})
+            if not private.calls_compiled(module):
+                self._put_around(module, {})
         self._move_behind_others()
         self.is_attached = True
 
@@ -276,7 +277,8 @@ class Hooks:
     def _put_around(self, module: nn.Module, hooks: Mapping[str, ModuleHook]) -> None:
         calls = (call for call in wrappers(module) if isinstance(call, AroundOwnCode))
         if all(call.site is not self._site for call in calls):
-            AroundOwnCode(module, self._site, hooks).put_around(module)
+            # What makes calls passes must stand around it.
+            AroundOwnCode(module, self._site, hooks).put_inside(module)
 
     def _is_newly_compiled(self, module: nn.Module) -> bool:
         """Whether a module is compiled, and our hook is not outside of the compiled call."""

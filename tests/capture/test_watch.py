@@ -320,7 +320,7 @@ def test_a_block_that_ends_while_a_pass_is_handed_out_takes_it_from_no_other() -
     leaving, staying = rnet.watch(), rnet.watch()
     first, second = leaving.__enter__(), staying.__enter__()
 
-    def leave(records: Any, inputs: Any) -> None:
+    def leave(*left: Any) -> None:
         del first.add
         leaving.__exit__(None, None, None)
 
@@ -575,3 +575,19 @@ def test_parts_that_the_block_calls_without_the_network_are_named() -> None:
     with rnet.watch():
         net(x).sum().backward()
         rnet(x, dont_record=True)
+
+
+def test_operations_are_seen_after_a_pass_that_failed():
+    class Net(nn.Module):
+        def forward(self, x):
+            return torch.flatten(x, 1) + 1
+
+    net = Net()
+    rnet = Recorder(net, input_size=(2, 3, 4))
+    rnet.record("/flatten")
+    with rnet.watch() as passes:
+        with pytest.raises(IndexError):
+            net(torch.tensor(1.0))
+        x = torch.arange(24.0).view(2, 3, 4)
+        net(x)
+    assert torch.equal(passes[-1]["/flatten"], x.flatten(1))
