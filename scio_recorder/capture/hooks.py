@@ -186,6 +186,20 @@ class ModuleHook(Uncopied):
         return compiled.receive(self.index, output)
 
 
+class ReturnHook(ModuleHook):
+    """The hooks of a module of which only operations are recorded: they keep no output."""
+
+    __slots__ = ()
+
+    def after(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        """Note that the module has returned."""
+        active = None if torch.compiler.is_dynamo_compiling() else self.local.active
+        if active is None or not active.fast[self.index]:
+            return super().after(module, args, output)
+        active.log += self.index, NOTHING, 0
+        return None
+
+
 class AroundCompiled(Around):
     """Stands for a module's compiled call, so that our hook acts outside of it.
 
@@ -225,6 +239,7 @@ class Hooks:
     def __init__(self, program: Program, site: Site, with_inputs: bool) -> None:
         self._modules = program.modules
         self._functions = program.functions
+        self._unrecorded = program.unrecorded
         # The modules that recorded own code may call.
         self._called = program.called if program.functions else []
         self._site = site
@@ -241,7 +256,7 @@ class Hooks:
     def _attach(self) -> None:
         """Add what is missing: what is there stays, since other threads may call the modules."""
         for index, module in enumerate(self._modules):
-            hook = ModuleHook(index, self._site)
+            hook = (ReturnHook if index in self._unrecorded else ModuleHook)(index, self._site)
             after, before = private.forward_hooks(module)
             if self._is_newly_compiled(module):
                 self._remove_from(module)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from scio_recorder.capture.around import AroundPlain, Uncopied
@@ -38,6 +39,8 @@ _IN_PLACE = {f"i{name}" for name in _OPERATORS.split()}
 class FunctionHook(Protocol):
     """Takes the calls of one function, as hooks on a module do."""
 
+    index: int
+
     def before(self, module: None, args: Any, kwargs: Any) -> Any:
         """Take the inputs; return those that the function receives instead."""
 
@@ -48,9 +51,13 @@ class FunctionHook(Protocol):
 class _OwnCode(TorchFunctionMode):
     """Takes the calls of some functions while the own code of one call of a module runs."""
 
-    def __init__(self, hooks: _Functions, sees_inputs: bool, changes: bool) -> None:
+    def __init__(
+        self, hooks: _Functions, log: list[Any] | None, *, sees_inputs: bool, changes: bool
+    ) -> None:
         super().__init__()
         self._hooks = hooks
+        # That of the pass, if hooks may simply append to it.
+        self._log = log
         # Whether inputs are looked at, and whether post-processors may change something.
         self._sees_inputs = sees_inputs
         self._changes = changes
@@ -64,35 +71,59 @@ class _OwnCode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or self.is_paused:
+        # The compiler follows this, and nothing behind it.
+        if is_compiling() or self.is_paused:
             return func(*args, **kwargs)
         hook = self._hooks[func]
         if hook is None:
             return func(*args, **kwargs)
         if self._sees_inputs:
-            received = hook.before(None, args, kwargs)
-            if received is not None:
-                args, kwargs = received
-        before = _Before(args, kwargs) if self._changes else None
+            return self._take(hook, func, args, kwargs)
+        output = func(*args, **kwargs)
+        # Every recorded operation pays for this path in every pass.
+        if self._log is not None and isinstance(output, Tensor):
+            try:
+                self._log += hook.index, output, output._version
+                return output
+            except (AttributeError, RuntimeError):
+                pass
+        if returns_tensors(output):
+            hook.after(None, args, output)
+        return output
+
+    def _take(self, hook: FunctionHook, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function with its hook before and behind it."""
+        given = {**dict(enumerate(args)), **kwargs}
+        received = hook.before(None, args, kwargs)
+        if received is not None:
+            args, kwargs = received
+        arguments = {**dict(enumerate(args)), **kwargs}
+        before = _Before(given, arguments) if self._changes else None
         output = func(*args, **kwargs)
         if not returns_tensors(output):
             return output
         changed = hook.after(None, args, output)
-        if changed is None or before is None or not before.is_written(output, func):
-            return output if changed is None else changed
-        _write(changed, output, function_name(func))
-        return output
+        changed = output if changed is None else changed
+        if before is None or not before.is_written(output, func):
+            return changed
+        place = before.place_of(output)
+        if changed is not place:
+            _write(changed, place, function_name(func))
+        return place
 
 
 class _Before:
     """The tensors that a function is given, to tell whether it writes to the one it returns."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-        self._has_place = kwargs.get("out") is not None
+    def __init__(self, given: Mapping[Any, Any], received: Mapping[Any, Any]) -> None:
+        self._has_place = received.get("out") is not None
+        # The code's own tensors, by those that the function receives in their place.
+        self._places = {id(received[key]): one for key, one in given.items() if key in received}
         # Tensors of inference mode have no version.
         self._versions = {
-            id(one): version if (version := version_of(one)) != -1 else one.clone() for one in given
+            id(one): version if (version := version_of(one)) != -1 else one.clone()
+            for one in received.values()
+            if isinstance(one, Tensor)
         }
 
     def is_written(self, output: Any, function: Any) -> bool:
@@ -103,6 +134,10 @@ class _Before:
             is_in_place = name.endswith("_") or name in _IN_PLACE or self._has_place
             return is_in_place or not same_bits(before, output)
         return before is not None and before != version_of(output)
+
+    def place_of(self, output: Tensor) -> Tensor:
+        """Return the code's own tensor, into which what was returned belongs."""
+        return self._places.get(id(output), output)
 
 
 def _write(changed: Any, output: Tensor, function: str) -> None:
@@ -212,13 +247,15 @@ class AroundOwnCode(AroundCode):
         """Return the mode for a call in a pass, or in one that checkpointing runs again."""
         if self._hooks is None:
             return None
-        active = self.site.local.active
+        local = self.site.local
+        active = local.active
         if active is not None:
-            return _OwnCode(self._hooks, active.sees_inputs, active.posts.acts)
+            sees, changes = active.sees_inputs, active.posts.acts
+            return _OwnCode(self._hooks, local.log, sees_inputs=sees, changes=changes)
         is_again = self.site.reruns and private.backward_pass() != -1
-        if not is_again or self.site.local.is_idle:
+        if not is_again or local.is_idle:
             return None
-        return _OwnCode(self._hooks, sees_inputs=True, changes=True)
+        return _OwnCode(self._hooks, None, sees_inputs=True, changes=True)
 
 
 class ObservingMode(TorchFunctionMode):

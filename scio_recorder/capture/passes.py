@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -120,6 +121,8 @@ class Pass:
         # How often each module has started and returned. A Counter takes longer to construct.
         self._starts: dict[int, int] = {}
         self._pending: dict[int, list[_PendingInputs]] = {}
+        # What all calls of a module need for their inputs, of which it is not known whose they are.
+        self._input_kinds: dict[int, int] = {}
         # The state in which calls with recorded inputs ran.
         self.moments: dict[RowIdx, LiveMoment] = {}
         self.gradients: Gradients | None = None
@@ -189,6 +192,9 @@ class Pass:
         if self.posts.on_inputs:
             starts, count = self.program.starts[index], self._starts.get(index, 0)
             self._starts[index] = count + 1
+            if index >= len(self.program.modules):
+                # Calls of functions that failed are not listed, and none runs inside another.
+                count = self._counts.get(index, 0)
             label = starts[min(count, len(starts) - 1)]
             if self.rerun is not None:
                 self.rerun.note(index, CallKey(label), starts=True)
@@ -242,9 +248,10 @@ class Pass:
         elif self.program.options.offload:
             kept = offload(taken_apart(value))
         else:
-            kinds = {self.kinds[INPUT][at] for at in self.program.positions[index]}
-            kind = LEARN if LEARN in kinds else max(kinds)
-            kept, _ = keep(taken_apart(value), kind, self._copied)
+            if index not in self._input_kinds:
+                kinds = {self.kinds[INPUT][at] for at in self.program.positions[index]}
+                self._input_kinds[index] = LEARN if LEARN in kinds else max(kinds)
+            kept, _ = keep(taken_apart(value), self._input_kinds[index], self._copied)
         is_noted = self._sink is None and self.program.options.notes_moments
         moment = LiveMoment.of(module, value) if is_noted and module is not None else None
         self._pending.setdefault(index, []).append(_PendingInputs(args, kept, moment))
@@ -370,7 +377,8 @@ class Pass:
                 self._check_counts(modules)
             self._positions, is_as_labelled = self._positions_of(modules), False
         if self.is_bare and is_as_labelled and program.counts_calls and self._keeps_outputs:
-            values, versions = log[1::3], log[2::3]
+            columns = log[1::3], log[2::3]
+            values, versions = (list(compress(column, program.labels)) for column in columns)
             return Ended(Records.of_tensors(program.architecture, program.order, values, versions))
         hold = holder()
         calls = zip(self._positions, log[1::3], log[2::3], strict=True)

@@ -123,6 +123,12 @@ class Program:
         for position, module in enumerate(self.expected):
             self.positions[module].append(position)
         self.single: list[RowIdx | None] = [self._single(own) for own in self.positions]
+        # Entries of which only the calls count: those of modules around recorded operations.
+        self.unrecorded = {
+            index
+            for index, own in enumerate(self.positions)
+            if not any(self.labels[at] for at in own)
+        }
         # The recorded operations.
         self.own_code = {label for label in self.recording if isinstance(label, OperationIdx)}
         # By the operation that completes it, the attention of a layer.

@@ -454,7 +454,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
             may be globs; without anything before the slash it is of the root.
         """
         if not isinstance(key, str):
-            return [label for label in self.operations if label == key]
+            return [self.operations[key].label] if key in self.operations else []
         layer, _, function = key.rpartition("/")
         function, _, index = function.partition(":")
         own = self._layers_at(layer)
