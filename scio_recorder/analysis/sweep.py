@@ -191,6 +191,11 @@ def _check(capture: Capture, metric: Any) -> None:
     net = capture.net
     if not capture.recording:
         raise ComparisonError("nothing to sweep over: choose layers with record(...) first")
+    if capture.program.own_code:
+        raise ComparisonError(
+            "a sweep replaces what layers return, and operations are recorded: record layers, or "
+            'replace an operation in a pass, as in activation_postproc={"h.3/add:1": Replace(kept)}'
+        )
     if not capture.program.counts_calls:
         raise ComparisonError(
             'after record(..., calls="any") a layer stands for any number of calls: record '
