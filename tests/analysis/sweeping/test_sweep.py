@@ -614,7 +614,7 @@ def test_runs_that_are_refused() -> None:
     rnet.record("0", calls="any")
     with pytest.raises(ComparisonError, match='calls="any"'):
         rnet.sweep(X, Y, torch.sum)
-    rnet.record("0", "0/linear")
+    rnet.record("0", "0.0/linear")
     with pytest.raises(ComparisonError, match="operations are recorded: record layers"):
         rnet.sweep(X, Y, torch.sum)
     rnet.record("0", "2")
