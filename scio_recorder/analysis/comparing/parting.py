@@ -100,13 +100,15 @@ def _rows(code: Events) -> list[Operation]:
 
 def _row_at(code: Events, start: int, end: int, other: Events, there: int) -> Operation | None:
     """Return the first operation of a code where it parts from another, or the nearest to it."""
-    inside, behind = _rows(code[start:end]), _rows(code[end:])
-    if not inside:
-        # What the other code has in addition may stand in the line of what comes before it.
-        before, beside, added = code[start - 1].row, other[there - 1].row, _rows(other[there:])[0]
-        if before and beside and (beside.file, beside.line) == (added.file, added.line):
-            return before
-    return next(iter(inside or behind or _rows(code)[::-1]), None)
+    inside = _rows(code[start:end])
+    if inside:
+        return inside[0]
+    # What the other code has in addition may stand in the line of what comes before it.
+    before, beside, added = code[start - 1].row, other[there - 1].row, _rows(other[there:])[0]
+    if before and beside and (beside.file, beside.line) == (added.file, added.line):
+        return before
+    near = code[end].row or before
+    return near or next(iter(_rows(code[end:]) or _rows(code)[::-1]), None)
 
 
 def _differ(own: Tensor | None, other: Tensor | None, tolerance: Tolerance) -> bool:

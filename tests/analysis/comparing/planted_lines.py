@@ -41,13 +41,13 @@ def line_of(source: str, old: str, new: str = "") -> int:
     return source.count("\n", 0, place) + 1
 
 
-def patched(module: ModuleType, fault: LineFault) -> dict[str, Any]:
-    """Run the text of a module with a fault in it, and return its names."""
-    source = inspect.getsource(module)
+def patched(module: ModuleType, fault: LineFault, part: type | None = None) -> dict[str, Any]:
+    """Run the text of a module, or of a class in it, with a fault, and return its names."""
+    source = inspect.getsource(part or module)
     line_of(source, fault.old)
     text, file = source.replace(fault.old, fault.new), f"<{fault}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    names = {"__name__": module.__name__, "__package__": module.__package__, "__file__": file}
+    names = {**vars(module), "__file__": file} if part else {"__name__": module.__name__}
     exec(compile(text, file, "exec", dont_inherit=True), names)
     return names
 
@@ -65,8 +65,6 @@ def _faults(net: str, *changes: tuple[Any, ...]) -> Iterator[LineFault]:
     for change in changes:
         yield LineFault(net, *change)
 
-
-OUT = {"line": "", "is_named_there": False}
 
 FAULTS = [
     *_faults(
