@@ -13,8 +13,8 @@ from scio_recorder.errors import CollectError
 from scio_recorder.reductions.base import By, Label, SampleReduction
 from scio_recorder.tensors.arguments import whole
 
-# Values handled at once: their temporaries stay in the cache.
-_PORTION = 2**16
+# Values handled at once: their temporaries stay in the cache, and in memory that is not given back.
+_PORTION = 2**15
 
 
 class Bins:
