@@ -7,10 +7,12 @@ every kill would take most of the time.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
 import signal
+import statistics
 import struct
 import sys
 import time
@@ -142,7 +144,8 @@ def at_random_instants(folder: Path, count: int) -> None:
         return b"".join(reports)
 
     in_child(lambda: job.collect(folder / "clean"), watch)
-    length = instants[-1] - instants[0]
+    # The median: a busy machine may stand still anywhere.
+    interval = statistics.median(later - one for one, later in itertools.pairwise(instants))
     counts = []
     for attempt in range(count):
         path, last = folder / str(attempt), 0
@@ -153,7 +156,7 @@ def at_random_instants(folder: Path, count: int) -> None:
                 # at a random instant of the next.
                 commits = range(dice.randint(0, 12 - last // 4))
                 reports = [os.read(reading, 8) for _ in commits]
-                time.sleep(dice.uniform(0, length / 12))
+                time.sleep(dice.uniform(0, interval))
                 os.kill(child, signal.SIGKILL)
                 return b"".join(reports)
 
@@ -165,7 +168,7 @@ def at_random_instants(folder: Path, count: int) -> None:
             counts.append(found)
         finish(job, path)
     # Neither all before they began nor all after they had ended.
-    assert len(set(counts)) > min(count, 10), counts
+    assert len(set(counts)) > min(count // 2, 10), counts
     assert sum(0 < found < 51 for found in counts) > len(counts) // 4, counts
     print(f"{2 * count} kills, after {sorted(set(counts))} durable samples")
 
