@@ -28,6 +28,7 @@ from scio_recorder.capture.around import (
 )
 from scio_recorder.capture.keeping import NOTHING
 from scio_recorder.capture.own_code import AroundOwnCode, OwnCodeHook
+from scio_recorder.nets.operations import unseen
 from scio_recorder.tensors import private
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class ModuleHook(Uncopied):
         if self.name in TRACED:
             return self.after_traced(module, args, output)
         if active is not None:
-            return active.receive(self.index, args, output)
+            return unseen(active.receive, self.index, args, output)
         # A call outside of any pass, unless a backward pass runs the module again.
         site, local = self.site, self.local
         if local.is_idle:
@@ -167,7 +168,7 @@ class ModuleHook(Uncopied):
         if kwargs is None or self.name in TRACED or torch.compiler.is_dynamo_compiling():
             return None
         if site.local.active is not None:
-            return site.local.active.receive_inputs(self.index, args, kwargs)
+            return unseen(site.local.active.receive_inputs, self.index, args, kwargs)
         if site.reruns and not site.local.is_idle and private.backward_pass() != -1:
             return site.reruns.inputs_again(self.index, args, kwargs)
         return None

@@ -21,13 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.overrides import TorchFunctionMode
 
 from scio_recorder.capture.around import AroundPlain, Uncopied
 from scio_recorder.capture.checkpoint_regions import regions
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.layer import Layer
-from scio_recorder.nets.operations import function_name, returns_tensors
+from scio_recorder.nets.operations import LibraryMode, function_name, returns_tensors
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import memories_of, same_bits, version_of
 
@@ -48,7 +47,7 @@ class FunctionHook(Protocol):
         """Take the output; return what the code goes on with, None for the same."""
 
 
-class _OwnCode(TorchFunctionMode):
+class _OwnCode(LibraryMode):
     """Takes the calls of some functions while the own code of one call of a module runs."""
 
     def __init__(
@@ -258,7 +257,7 @@ class AroundOwnCode(AroundCode):
         return _OwnCode(self._hooks, None, sees_inputs=True, changes=True)
 
 
-class ObservingMode(TorchFunctionMode):
+class ObservingMode(LibraryMode):
     """Shows an observer the operations in the own code of one call; it begins paused.
 
     Functions that others have compiled are left alone, and those inside a transform only counted.

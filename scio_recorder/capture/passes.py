@@ -80,6 +80,7 @@ class Pass:
     _softmax: Any = None
     # A module with several names that was called by another one than at labelling, and how.
     _misnamed = ""
+    _positions: Sequence[int] = ()
 
     def __init__(
         self,
@@ -121,7 +122,6 @@ class Pass:
         # How often each module has started and returned. A Counter takes longer to construct.
         self._starts: dict[int, int] = {}
         self._pending: dict[int, list[_PendingInputs]] = {}
-        # What all calls of a module need for their inputs, of which it is not known whose they are.
         self._input_kinds: dict[int, int] = {}
         # The state in which calls with recorded inputs ran.
         self.moments: dict[RowIdx, LiveMoment] = {}
@@ -132,7 +132,6 @@ class Pass:
         self._counts: dict[int, int] = {}
         # The modules that other threads have called meanwhile, outside of any pass.
         self.called_in_other_threads: set[int] = set()
-        self._positions: Sequence[int] = ()
 
     def _direct_receivers(self) -> list[Any]:
         assert self._sink is not None

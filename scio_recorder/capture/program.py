@@ -123,12 +123,6 @@ class Program:
         for position, module in enumerate(self.expected):
             self.positions[module].append(position)
         self.single: list[RowIdx | None] = [self._single(own) for own in self.positions]
-        # Entries of which only the calls count: those of modules around recorded operations.
-        self.unrecorded = {
-            index
-            for index, own in enumerate(self.positions)
-            if not any(self.labels[at] for at in own)
-        }
         # The recorded operations.
         self.own_code = {label for label in self.recording if isinstance(label, OperationIdx)}
         # By the operation that completes it, the attention of a layer.
@@ -160,6 +154,12 @@ class Program:
             if entry is not None and (self.counts_calls or entry not in entered):
                 entered.add(entry)
                 yield row
+
+    @cached_property
+    def unrecorded(self) -> set[int]:
+        """Entries of which only the calls count: those of modules around recorded operations."""
+        rows = enumerate(self.positions)
+        return {index for index, own in rows if not any(self.labels[at] for at in own)}
 
     def _single(self, positions: list[int]) -> RowIdx | None:
         """Return the label of a module that is called once, under one name, and recorded."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 import linecache
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from scio_recorder.display.outline import Listed, Listing
 from scio_recorder.layer import Operation, counted
 from scio_recorder.nets.records import LayerMapping
+from scio_recorder.tensors import private
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Columns of the list of operations: a line of code is to be read.
@@ -39,6 +42,26 @@ def function_name(function: Any) -> str:
     name = str(name).rpartition("::")[2].partition(".")[0]
     is_special = name.startswith("__") and name.endswith("__")
     return name[2:-2] if is_special else name
+
+
+class LibraryMode(TorchFunctionMode):
+    """A function mode of this library."""
+
+
+def unseen(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function whose work is no operation of a network, under no mode of this library.
+
+    A recorder may run inside the code that another one looks at.
+    """
+    modes = private.function_modes()
+    others = [mode for mode in modes if not isinstance(mode, LibraryMode)]
+    if len(others) == len(modes):
+        return function(*args)
+    try:
+        private.set_function_modes(others)
+        return function(*args)
+    finally:
+        private.set_function_modes(modes)
 
 
 def returns_tensors(output: Any) -> bool:

@@ -9,13 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from scio_recorder.layer import DepthIdx, Layer, Operation, OperationIdx, describe
 from scio_recorder.nets.architecture import operation_row
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.nets.labelling.torchinfo import CallTrace, Row
-from scio_recorder.nets.operations import Line, calling_line, function_name, returns_tensors
+from scio_recorder.nets.operations import (
+    LibraryMode,
+    Line,
+    calling_line,
+    function_name,
+    returns_tensors,
+)
 from scio_recorder.tensors import private
 
 
@@ -92,7 +97,7 @@ class OperationTrace(CallTrace):
         return found
 
 
-class _Listing(TorchFunctionMode):
+class _Listing(LibraryMode):
     """Hands each call of a function, and what it returned, to a function."""
 
     def __init__(self, take: Callable[[Callable[..., Any], Any], None]) -> None:
