@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from scio_recorder.tensors import private
 from scio_recorder.tensors.private import leaf_and_output
@@ -195,6 +196,43 @@ def runs_hooks_too(call_of: Callable[[nn.Module], Callable[..., Any]]) -> bool:
     return bool(call_of(module)(1) == 2)
 
 
+class Notes(TorchFunctionMode):
+    """Notes the functions of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.calls.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def finds_modes(modes: Callable[[], list[Any]]) -> bool:
+    with Notes() as outer, Notes() as inner:
+        inside = modes()
+    return inside == [outer, inner] and modes() == []
+
+
+def replaces_modes(set_modes: Callable[[list[Any]], None]) -> bool:
+    tensor, outer = torch.ones(1, device="cpu"), Notes()
+    with outer:
+        mode = Notes()
+        set_modes([mode])
+        tensor.exp()
+        set_modes([outer])
+        tensor.log()
+    return mode.calls == [Tensor.exp] and outer.calls == [Tensor.log]
+
+
+def sees_that_saved_tensors_may_change(allows: Callable[[], bool]) -> bool:
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        is_inside = allows()
+    return is_inside and not allows()
+
+
 def finds_generation(generation_in: Callable[[Any], tuple[str, int] | None]) -> bool:
     class Config:
         num_return_sequences = 2
@@ -273,6 +311,9 @@ EXAMPLES: dict[str, Callable[[Any], bool]] = {
     "set_compiled_call": is_called_instead,
     "called_module": is_seen_by_its_call,
     "plain_call": runs_hooks_too,
+    "function_modes": finds_modes,
+    "set_function_modes": replaces_modes,
+    "allows_mutation": sees_that_saved_tensors_may_change,
     "generation_in": finds_generation,
     "make_wrapper": has_shape_only,
     "run_without_overrides": passes_by,
