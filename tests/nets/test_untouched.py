@@ -164,6 +164,12 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], 
     "default": (by_default, lambda s: s[0](), lambda s: s[1]()),
     "method": (method, lambda s: s[0](), lambda s: s[1]()),
     "partial": (lambda: functools.partial(add_to, [0]), lambda s: s(), lambda s: s.args[0][0]),
+    # As torchao binds the function that prints a quantised layer.
+    "method of a partial": (
+        lambda: types.MethodType(functools.partial(add_to, [0]), types.SimpleNamespace()),
+        lambda s: s(),
+        lambda s: s.__func__.args[0][0],
+    ),
     "bound builtin": (lambda: [].append, lambda s: s(1), lambda s: len(s.__self__)),
     "torch.Generator": (
         lambda: torch.Generator().manual_seed(0),
@@ -189,7 +195,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], 
 }
 
 
-def add_to(counts: list[int]) -> None:
+def add_to(counts: list[int], *others: Any) -> None:
     counts[0] += 1
 
 

@@ -154,7 +154,8 @@ def _of_function(value: Any) -> Iterable[tuple[Any, Any]]:
 def _of_method(value: Any) -> Iterable[tuple[Any, Any]]:
     # A method of a class is code, but any function can be made one.
     function = getattr(value, "__func__", None)
-    is_own = getattr(type(value.__self__), value.__name__, None) is function
+    name = getattr(value, "__name__", "")  # a partial, made a method, has none
+    is_own = getattr(type(value.__self__), name, None) is function
     return [("", value.__self__), ("", None if is_own else function)]
 
 
