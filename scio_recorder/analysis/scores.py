@@ -1,7 +1,8 @@
-"""Scores that say how unlike the training data a sample is, from a `Covariance` of that data.
+"""Scores of samples from a `Covariance` of training data: how unlike that data, and of which class.
 
-A score is larger for features that are less like the training data, as in pytorch-ood. The
-detectors of pytorch-ood take the training features. These scores take statistics of one pass.
+A score of unlikeness is larger for features that are less like the training data, as in
+pytorch-ood. The detectors of pytorch-ood take the training features. These scores take statistics
+of one pass.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from scio_recorder.errors import CollectError
 from scio_recorder.reductions.covariance import CovarianceResult, PrincipalSpace
 from scio_recorder.tensors.copies import with_float64
 
-__all__ = ["mahalanobis", "residual"]
+__all__ = ["discriminant", "mahalanobis", "residual"]
 
 
 def mahalanobis(features: Tensor, statistics: CovarianceResult) -> Tensor:
@@ -59,24 +60,57 @@ def mahalanobis(features: Tensor, statistics: CovarianceResult) -> Tensor:
     >>> mahalanobis(torch.tensor([[0.0], [7.0]]), covariance.compute()).round(decimals=4).tolist()
     [0.0, 4.5]
     """
-    _check(features, len(statistics.covariance))
-    features = with_float64(features)
-    if not statistics.covariance.isfinite().all():
-        raise CollectError(
-            "mahalanobis() needs a finite covariance: at least two samples (with by=, two in one "
-            "class) and no nan or inf among the activations."
-        )
-    mean = statistics.mean
-    means = torch.stack([*mean.values()] if isinstance(mean, dict) else [mean])
-    white = _whitening(statistics.covariance).to(features.device)
-    # The shortcut through a matrix product loses the small distances that matter here.
-    distances = torch.cdist(
-        features.double() @ white,
-        means.to(white) @ white,
-        compute_mode="donot_use_mm_for_euclid_dist",
-    )
-    nearest: Tensor = distances.amin(dim=1)
+    nearest: Tensor = _distances(features, statistics, "mahalanobis").amin(dim=1)
     return nearest.square()
+
+
+def discriminant(features: Tensor, statistics: CovarianceResult) -> Tensor:
+    """Return the logarithms of the probabilities of classes: linear discriminant analysis.
+
+    It is a linear classifier of the features, so it is a probe that needs statistics alone.
+
+    Parameters
+    ----------
+    features : Tensor
+        [samples, D], of any floating dtype.
+    statistics : CovarianceResult
+        The result of ``Covariance(by=...)`` for the training data.
+
+    Returns
+    -------
+    Tensor
+        [samples, classes], float64, on the device of the features (the CPU if that has no float64).
+        Classes are in the order of ``statistics.mean``, which is sorted: integers, then strings.
+
+    Raises
+    ------
+    CollectError
+        The features are not [samples, D], the statistics have no classes, or the covariance is not
+        finite (fewer than two rows in every class, nan).
+
+    Notes
+    -----
+    Each class is taken for a normal distribution around its mean, with the covariance that all
+    classes share, and as frequent as in the training data. As in :func:`mahalanobis`, directions in
+    which the training data does not vary are left out.
+
+    References
+    ----------
+    Hastie, Tibshirani and Friedman, "The Elements of Statistical Learning", 2009, section 4.3.
+
+    Examples
+    --------
+    >>> from scio_recorder.reductions import Covariance
+    >>> covariance = Covariance(by=lambda labels: labels)
+    >>> covariance.update(torch.tensor([[-1.0], [1.0], [9.0], [11.0]]), torch.tensor([0, 0, 1, 1]))
+    >>> discriminant(torch.tensor([[1.0], [5.0]]), covariance.compute()).exp().tolist()
+    [[0.9999..., ...], [0.5, 0.5]]
+    """
+    if not isinstance(statistics.count, dict):
+        raise CollectError("discriminant() needs statistics of classes: write Covariance(by=...)")
+    distances = _distances(features, statistics, "discriminant")
+    prior = torch.tensor(list(statistics.count.values())).to(distances).log()
+    return (prior - distances.square() / 2).log_softmax(dim=1)
 
 
 def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
@@ -117,6 +151,27 @@ def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
     centred = features.double() - space.mean.to(features.device)
     rest: Tensor = centred @ space.residual_basis.to(centred).T
     return rest.square().sum(dim=1).sqrt()
+
+
+def _distances(features: Tensor, statistics: CovarianceResult, name: str) -> Tensor:
+    """Return the Mahalanobis distance to each mean, [samples, classes]."""
+    _check(features, len(statistics.covariance))
+    features = with_float64(features)
+    if not statistics.covariance.isfinite().all():
+        raise CollectError(
+            f"{name}() needs a finite covariance: at least two samples (with by=, two in one "
+            "class) and no nan or inf among the activations."
+        )
+    mean = statistics.mean
+    means = torch.stack([*mean.values()] if isinstance(mean, dict) else [mean])
+    white = _whitening(statistics.covariance).to(features.device)
+    # The shortcut through a matrix product loses the small distances that matter here.
+    distances: Tensor = torch.cdist(
+        features.double() @ white,
+        means.to(white) @ white,
+        compute_mode="donot_use_mm_for_euclid_dist",
+    )
+    return distances
 
 
 def _check(features: Tensor, width: int) -> None:

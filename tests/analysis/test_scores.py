@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scipy import special, stats
 from sklearn import covariance, decomposition
 from torch import Tensor
 
 from scio_recorder import CollectError
-from scio_recorder.analysis.scores import mahalanobis, residual
+from scio_recorder.analysis.scores import discriminant, mahalanobis, residual
 from scio_recorder.reductions import Covariance
 from scio_recorder.reductions.covariance import CovarianceResult
 
@@ -35,6 +36,26 @@ def test_mahalanobis_is_scikit_learns() -> None:
     assert result.dtype == torch.float64
     # Theirs divides by the number of rows, ours by the degrees of freedom.
     np.testing.assert_allclose(result * 200 / 196, np.min(distances, axis=0), rtol=1e-9)
+
+
+def test_discriminant_is_the_classifier_of_normal_distributions() -> None:
+    train, labels = torch.randn(200, 5).double() * 3, torch.arange(200) % 7 // 3
+    train += labels[:, None]
+    features = (torch.randn(30, 5) * 4).double()
+    classes = [train[labels == k].numpy() for k in range(3)]
+    centred = np.concatenate([rows - rows.mean(axis=0) for rows in classes])
+    shared = centred.T @ centred / (200 - 3)
+    joint = [
+        stats.multivariate_normal(rows.mean(axis=0), shared).logpdf(features) + np.log(len(rows))
+        for rows in classes
+    ]
+    result = discriminant(features, statistics_of(train, labels))
+    np.testing.assert_allclose(result, special.log_softmax(np.transpose(joint), axis=1), rtol=1e-9)
+
+
+def test_a_discriminant_needs_classes() -> None:
+    with pytest.raises(CollectError, match=r"Covariance\(by=\.\.\.\)"):
+        discriminant(torch.ones(1, 2), statistics_of(torch.randn(10, 2)))
 
 
 def test_without_classes_it_is_the_distance_to_the_only_mean() -> None:

@@ -424,8 +424,10 @@ def test_public_names_are_in_the_documentation() -> None:
     assert not missing
 
 
-# Pages that train or generate.
-SLOW_PAGES = {"comparing-checkpoints.md", "diffusion.md", "trainer.md"}
+# Pages that train, generate or compile.
+SLOW_PAGES = {"comparing-checkpoints.md", "compiling.md", "diffusion.md", "trainer.md"}
+# Packages that pages need and no extra installs.
+NEEDED = {"adapters.md": "peft", "timm-features.md": "timm"}
 RUN = [
     pytest.param(page, id=page.name, marks=[pytest.mark.campaign] * (page.name in SLOW_PAGES))
     for page in PAGES
@@ -437,6 +439,8 @@ RUN = [
 def test_code_of_the_documentation_runs_as_printed(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if page.name in NEEDED:
+        pytest.importorskip(NEEDED[page.name])
     monkeypatch.chdir(tmp_path)
     run_page(page, page.read_text(encoding="utf-8"))
 

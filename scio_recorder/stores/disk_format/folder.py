@@ -1,4 +1,6 @@
-"""Folders held open, in which every file is reached by a plain name and never through a link.
+"""Folders held open, in which every file is reached by a plain name and not through a link.
+
+The one exception are links to the files of the Hugging Face Hub's cache, which are read.
 
 NOTE [One atomic act]
 
@@ -9,6 +11,7 @@ fails. The format needs nothing else of the medium but listing names, reading, a
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -31,6 +34,8 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# What a link in the cache of the Hugging Face Hub leads to: the file, named by its hash.
+_BLOB = re.compile(r"\.\./\.\./blobs/[0-9a-f]{40,64}")
 
 
 def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
@@ -116,7 +121,7 @@ class Folder(Medium):
         self, name: str, out: memoryview, offset: int = 0, stamp: Stamp | None = None
     ) -> Stamp:
         """Read a regular file into memory, and return its stamp."""
-        descriptor = system.open_file(name, _READ, dir_fd=self.descriptor)
+        descriptor = self._open_to_read(name)
         try:
             status = system.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -136,6 +141,17 @@ class Folder(Medium):
             return found
         finally:
             close_quietly(descriptor)
+
+    def _open_to_read(self, name: str) -> int:
+        try:
+            return system.open_file(name, _READ, dir_fd=self.descriptor)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            target = os.readlink(name, dir_fd=self.descriptor)
+            if _BLOB.fullmatch(target) is None:
+                raise
+        return system.open_file(target, _READ, dir_fd=self.descriptor)
 
     def put(self, name: str, owner: str, write: Callable[[WriteAt], _T]) -> _T:
         """Put a new file in place, whole or not at all, and make that durable; see the NOTE."""
