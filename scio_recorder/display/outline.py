@@ -83,11 +83,12 @@ def outline(
     inner = [operations[label] for label in recorded if isinstance(label, OperationIdx)]
     also = f" and {counted(len(inner), 'operation')}" * bool(inner)
     title = f"{what}:{net} {len(recorded) - len(inner):,} of {count}{also} recorded"
-    return Outline(title, _among(rows, inner), recorded)
+    return Outline(title, with_operations(rows, inner), recorded)
 
 
-def _among(rows: Sequence[Layer], operations: Iterable[Operation]) -> list[Layer]:
+def with_operations(rows: Iterable[Layer], operations: Iterable[Operation]) -> list[Layer]:
     """Return rows and operations, each operation below its layer, behind what ran before it."""
+    rows = list(rows)
     placed: list[tuple[int, float, Layer]] = [(at, -2.0, row) for at, row in enumerate(rows)]
     for one in operations:
         ended = one.completion or 0.0

@@ -25,6 +25,7 @@ from scio_recorder.analysis.comparing.sides import (
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError, warn
+from scio_recorder.layer import Operation
 from scio_recorder.nets.sharded import is_sharded
 from scio_recorder.nets.state.moment import random_state, restore_random
 from scio_recorder.nets.state.untouched import NetState, reached, untouched
@@ -128,6 +129,10 @@ def compare(
     rows = rows_or_none(rows, ComparisonError)
     feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
     one, two = _side(reference, "reference", feeds[0]), _side(candidate, "candidate", feeds[1])
+    is_run = isinstance(two, NetworkSide) and not two.is_compiled
+    if is_run and isinstance(candidate, Recorder) and one.architecture.operations:
+        # Those of the reference are compared.
+        two.architecture = candidate.operations().architecture
     _refuse_other_rows(one, two, rows)
     pairs, unmatched = match_sides(one, two, match)
     compared = [pair for pair in pairs if pair.error is None]
@@ -266,6 +271,9 @@ class _OperationSearch:
         for state in states:
             state.put_back()
         (one, two), pair = self._sides, self._comparison.pair_of(first)
+        if isinstance(pair.reference, Operation) and isinstance(pair.partner, Operation):
+            self.found = pair.reference, pair.partner
+            return
         random = random_state()
         with _apart(one, two):
             own = one.trace(block, pair.reference)

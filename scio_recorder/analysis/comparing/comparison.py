@@ -36,9 +36,10 @@ from scio_recorder.analysis.comparing.measures import (
 from scio_recorder.analysis.comparing.part_pairs import PartPair, paired_inputs, paired_outputs
 from scio_recorder.analysis.comparing.parting import Operations
 from scio_recorder.analysis.comparing.sides import SampleBlock, Side
-from scio_recorder.layer import RowIdx
+from scio_recorder.layer import Operation, RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
+from scio_recorder.tensors.structures import tensors
 
 
 class _MeasuredPart(NamedTuple):
@@ -214,7 +215,12 @@ class Comparison:
         # Of all calls of a pass, nobody knows which inputs belong to the output that differs.
         if not isinstance(mine, Inputs) or not isinstance(theirs, Inputs):
             return None
-        pairs = paired_inputs(mine, theirs, pair.reference.module, pair.partner.module)
+        if isinstance(pair.reference, Operation):
+            # Numbers are a part of the operation, and arguments have no names.
+            mine, theirs = (Inputs(tuple(tensors(one)), {}) for one in (mine, theirs))
+            pairs = paired_inputs(mine, theirs, None, None)
+        else:
+            pairs = paired_inputs(mine, theirs, pair.reference.module, pair.partner.module)
         if pairs is None or not all(parts.is_of_one_shape for parts in pairs):
             return False
         return not any(self._figures(parts).num_different for parts in pairs)

@@ -28,6 +28,7 @@ from scio_recorder.display.outline import (
     text,
     tree_html,
     visible,
+    with_operations,
 )
 from scio_recorder.display.page import (
     Column,
@@ -39,7 +40,7 @@ from scio_recorder.display.page import (
     write_page,
 )
 from scio_recorder.errors import ComparisonError, needing
-from scio_recorder.layer import Layer, RowIdx, counted, few
+from scio_recorder.layer import Layer, OperationIdx, RowIdx, counted, few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.recording.made_with import in_words
@@ -305,9 +306,11 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         )
 
     def _outline(self) -> Outline:
+        known = self.architecture.operations
+        inner = [known[label] for label in self if isinstance(label, OperationIdx)]
         return Outline(
             self.sentence,
-            list(self.architecture.values()),
+            with_operations(self.architecture.values(), inner),
             [one.label for one in self.values() if one.differs],
             "different",
             {one.label: _remark(self, one) for one in self.values()},

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from scio_recorder.analysis.comparing.findings import Unmatched
 from scio_recorder.analysis.comparing.sides import Side
 from scio_recorder.errors import ComparisonError, ShardWarning, warn
-from scio_recorder.layer import Layer, RowIdx, Shard, counted, few
+from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx, Shard, counted, few
 from scio_recorder.nets.architecture import Architecture
 
 _SHOWN = 5
@@ -54,22 +54,24 @@ def match_sides(
         They have no layer in common, or ``match`` has a name that is on no side.
     """
     own, other = reference.architecture, candidate.architecture
-    layers: Mapping[RowIdx, Layer] = dict(own.items())
-    partners: Mapping[RowIdx, Layer] = dict(other.items())
     globs = _checked(match)
     calls = {name: _calls_of_partner(name, globs, other) for name in own.names}
     pairs, alone, split = list[Pair](), list[str](), list[str]()
     for label in own.in_order(reference.recorded or reference.labels):
-        layer = layers[label]
-        pair = _pair(layer, own.labels_of(layer.name), [partners[at] for at in calls[layer.name]])
-        if pair is None or not (pair.error or pair.partner.label in candidate.labels):
+        layer = own[label]
+        around = layer.layer if isinstance(layer, Operation) else layer
+        pair = _pair(around, own.labels_of(around.name), [other[at] for at in calls[around.name]])
+        if isinstance(layer, Operation) and pair is not None:
+            pair = _inside(layer, pair, other)
+        if pair is None or not (pair.error or candidate.has(pair.partner.label)):
             alone.append(layer.name)
         elif _part(layer) != _part(pair.partner):
             split.append(layer.name)
         else:
             pairs.append(pair)
-    matched = {partners[labels[0]].name for labels in calls.values() if labels}
-    names = [partners[label].name for label in other.in_order(candidate.labels)]
+    matched = {other[labels[0]].name for labels in calls.values() if labels}
+    matched |= {pair.partner.name for pair in pairs}
+    names = [other[label].name for label in other.in_order(candidate.labels)]
     mine = _distinct(alone + split)
     theirs = _distinct(name for name in names if name not in matched)
     if split:
@@ -137,6 +139,13 @@ def _pair(layer: Layer, own: Sequence[RowIdx], theirs: Sequence[Layer]) -> Pair 
     times = [counted(len(calls), "time") for calls in (own, theirs)]
     said = f"the module is called {times[0]} in the reference and {times[1]} in the candidate"
     return Pair(layer, partner, said)
+
+
+def _inside(operation: Operation, around: Pair, other: Architecture) -> Pair | None:
+    """Pair an operation with the same one in the partner of the layer that made it."""
+    label = OperationIdx(*around.partner.label, operation.function, operation.index)
+    partner = other.operations.get(label)
+    return None if partner is None else Pair(operation, partner, around.error)
 
 
 def _part(layer: Layer) -> Shard | None:

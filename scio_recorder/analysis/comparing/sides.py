@@ -123,6 +123,10 @@ class NetworkSide:
         # What was kept of the current batch, if not by the capture: digests, and compiled records.
         self._kept: dict[RowIdx, Any] = {}
 
+    def has(self, label: RowIdx) -> bool:
+        """Whether the output of a layer or of an operation can be known."""
+        return label in self.labels or label in self.architecture.operations
+
     def open(
         self,
         stack: contextlib.ExitStack,
@@ -244,6 +248,10 @@ class RecordingSide:
                 f"the {what} holds no layer, or only summaries, which say nothing about single "
                 "samples: collect samples, or reduce=scio_recorder.reductions.Digest() without by="
             )
+
+    def has(self, label: RowIdx) -> bool:
+        """Whether there is an output of a layer or of an operation."""
+        return label in self.labels
 
     def load(self, block: SampleBlock) -> None:
         """Find the places of some samples; their values are read when they are used."""
