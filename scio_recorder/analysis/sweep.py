@@ -11,6 +11,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -25,10 +26,12 @@ from scio_recorder.capture.engine import (
     warn_of_other_kernels,
 )
 from scio_recorder.capture.hooks import CallHook, CallHooks
+from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import (
     ArgumentError,
     ComparisonError,
     FlowError,
+    PostprocessorError,
     UnsupportedNetError,
     warn,
 )
@@ -82,7 +85,7 @@ def sweep(
             with untouched(capture.net, *inputs[0], *inputs[1]) as runs.state:
                 return (_estimated if estimate else _patched)(runs, *inputs, positions)
         finally:
-            runs.hooks.remove()
+            runs.remove()
 
 
 class _Runs:
@@ -97,20 +100,35 @@ class _Runs:
         # Copies of what the layers return in the clean run, which is the first.
         self.outputs: dict[RowIdx, Any] = {}
         self._counts: Counter[int] = Counter()
+        self._has_run = False
         self._replace: _Replace | None = None
-        self.hooks = CallHooks()
+        self._hooks = CallHooks()
         modules = self._program.modules
         warn_of_other_kernels(fusable(self.architecture), modules, "patched")
+        # With operations, runs are passes of their own, in which post-processors replace outputs.
+        self._capture: Capture | None = None
+        if self._program.own_code:
+            self._capture = Capture(self._net, self.architecture, self.labels, RecordOptions())
+            return
         named = ((str(index), module) for index, module in enumerate(modules))
-        self.hooks.add(*(CallHook(one, name, after=self._after) for name, one in named))
+        self._hooks.add(*(CallHook(one, name, after=self._after) for name, one in named))
+
+    def remove(self) -> None:
+        """Take all hooks from the network."""
+        self._hooks.remove()
+        if self._capture is not None:
+            self._capture.remove()
 
     def run(self, inputs: Inputs, replace: _Replace) -> Any:
         """Run the network on inputs, and return what the metric makes of its output."""
-        if self._counts:
+        if self._has_run:
             self.state.put_back()
+        self._has_run = True
         # A graph can't keep tensors of inference mode, and networks can't write to its leaves.
         args, kwargs = map_tensors(twin, inputs) if torch.is_grad_enabled() else inputs
         self._counts, self._replace = Counter(), replace
+        if self._capture is not None:
+            return self._metric(self._run_pass(self._capture, args, kwargs, replace))
         output = self._net(*args, **kwargs)
         self._replace = None
         wrong = self._program.wrong_calls(self._counts)
@@ -121,6 +139,15 @@ class _Runs:
                 "input_data=), or record other layers"
             )
         return self._metric(output)
+
+    def _run_pass(self, capture: Capture, args: Any, kwargs: Any, replace: _Replace) -> Any:
+        posts = [partial(replace, label) for label in self._program.order]
+        try:
+            return capture.run(self._net, args, kwargs, given=posts, records_outputs=False)
+        except PostprocessorError as error:
+            if isinstance(error.__cause__, ComparisonError | UnsupportedNetError):
+                raise error.__cause__ from None
+            raise
 
     def _after(self, index: str, _module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
         if self._replace is None or is_rerun():
@@ -191,11 +218,6 @@ def _check(capture: Capture, metric: Any) -> None:
     net = capture.net
     if not capture.recording:
         raise ComparisonError("nothing to sweep over: choose layers with record(...) first")
-    if capture.program.own_code:
-        raise ComparisonError(
-            "a sweep replaces what layers return, and operations are recorded: record layers, or "
-            'replace an operation in a pass, as in activation_postproc={"h.3/add:1": Replace(kept)}'
-        )
     if not capture.program.counts_calls:
         raise ComparisonError(
             'after record(..., calls="any") a layer stands for any number of calls: record '
