@@ -98,6 +98,31 @@ def test_collect_inspect_verify(capsys):
     assert "all checksums match; complete" in capsys.readouterr().out
 
 
+def test_operations_are_listed_collected_and_compared(capsys):
+    net = ["collect_nets:words_net", "--input-size", "1,2,4"]
+    assert main(["summary", *net, "--operations", "layer"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[0].strip() == "1 operation"
+    assert listed[2].split()[:5] == ["layer/linear:0", "(1,", "2,", "3)", listed[2].split()[4]]
+    assert listed[2].rstrip().endswith("return F.linear(input, self.weight, self.bias)")
+    assert main(["summary", *net, "--operations"]) == 0
+    assert capsys.readouterr().out.splitlines() == listed
+    assert main(["summary", *net, "--operations", "layer/add"]) == 2
+    assert "no operation is 'layer/add'" in capsys.readouterr().err
+    command = ["collect", *net, "--data", "collect_nets:padded", "--rows", "collect_nets:words"]
+    assert main([*command, "--layers", "*/linear", "layer", "--out", "run"]) == 0
+    assert "1 of 2 layers and 1 operation recorded" in capsys.readouterr().out
+    recording = open_recording("run")
+    assert recording.num_rows == 8
+    assert torch.equal(recording["layer/linear"][:], recording["layer"][:])
+    for command in ("inspect", "verify", "report"):
+        assert main([command, "run"]) == 0
+    assert "1-1/linear:0  layer/linear:0" in capsys.readouterr().out
+    assert "1-1/linear:0" in Path("run.html").read_text(encoding="utf-8")
+    assert main(["compare", "run", "run"]) == 0
+    assert "No difference in 2 layers" in capsys.readouterr().out
+
+
 def test_a_table_fits_120_columns_and_cuts_no_figure(tmp_path, capsys):
     name = "encoder_of_the_whole_network_層層"
     net = nn.Sequential()
