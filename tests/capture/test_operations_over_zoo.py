@@ -83,7 +83,8 @@ def _judged(case: Case, labels: dict[Key, Any], truth: Operations) -> Iterator[t
     for key, label in labels.items():
         output = truth.calls[key].output
         is_cut = isinstance(output, Leaf) and output.is_view and output.gradient is None
-        if isinstance(output, Leaf) and output.requires_grad and not is_cut:
+        is_judged = key.name not in case.unjudged and not is_cut
+        if isinstance(output, Leaf) and output.requires_grad and is_judged:
             # Where a region runs again in the backward pass, the mode by hand sees no graph.
             yield label, output
 
@@ -91,7 +92,6 @@ def _judged(case: Case, labels: dict[Key, Any], truth: Operations) -> Iterator[t
 @pytest.mark.parametrize(("case", "mode"), list(_rows()))
 def test_every_operation_is_recorded_truly(case: Case, mode: Mode) -> None:
     bare, net = (case.fresh().train(mode.training) for _ in range(2))
-    before = hook_state(net), attribute_names(net)
     rnet = make_recorder(net, case, training=mode.training, force_static_flow=False)
     rnet.record("*/*", inputs=True)
     for seed in (1, 2):
@@ -110,7 +110,8 @@ def test_every_operation_is_recorded_truly(case: Case, mode: Mode) -> None:
             assert not differences(mine.gradients(net), wanted, "gradients")
             _assert_true(rnet, truth)
     rnet.remove()
-    assert (hook_state(net), attribute_names(net)) == before
+    # Nets of transformers add hooks of their own in their first pass.
+    assert (hook_state(net), attribute_names(net)) == (hook_state(bare), attribute_names(bare))
 
 
 def _assert_gradients_of_records(
