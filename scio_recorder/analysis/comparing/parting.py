@@ -6,8 +6,9 @@ Events are paired in order, by function and shapes: equal ones from the start, a
 `difflib` pairs. In the first pair whose outputs differ, the outputs of all pairs before are equal.
 So if its inputs are equal, it has made the difference. If they differ, either an event without a
 partner has made one of them, and the codes have parted there; or the pair was given other operands,
-and has made the difference itself. For a module that is called, or a value that is returned, there
-is no operation to name. If the layers have received other inputs, only the first case is certain.
+and has made the difference itself. For a module that is called, a value that is returned, or one
+that was made by no event, there is no operation to name. If the layers have received other inputs,
+only the first case is certain.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ def _are_alike(own: Events, other: Events) -> bool:
 def _parting(
     own: Events, other: Events, pairs: list[tuple[int, int]], unequal: Sequence[_Inputs]
 ) -> Operations | None:
-    """Return the operations at which codes part, if events without partners made the inputs."""
+    """Return the operations at which codes part, if events without partners made the inputs.
+
+    None stands for none of these. If nobody has seen what made an input, there is none to name.
+    """
     makers = {one.maker for one, _ in unequal if one is not None}
     makers_there = {one.maker for _, one in unequal if one is not None}
     for (a, b), (c, d) in pairwise([(-1, -1), *pairs]):
@@ -91,7 +95,7 @@ def _parting(
         if not _rows(own[a + 1 : c]) + _rows(other[b + 1 : d]):
             return _NONE
         return _row_at(own, a + 1, c, other, b + 1), _row_at(other, b + 1, d, own, a + 1)
-    return None
+    return _NONE if None in makers | makers_there else None
 
 
 def _rows(code: Events) -> list[Operation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,14 +15,19 @@ from scio_recorder.layer import Layer, Operation, OperationIdx, describe
 from scio_recorder.nets.architecture import operation_row
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.operations import calling_line, is_unset
+from scio_recorder.nets.state.untouched import reached
 from scio_recorder.tensors.copies import Version, memories_of, twin, version_of
 from scio_recorder.tensors.structures import tensors
 
 _CALL, _RETURN = "call of a module", "return"
 
 
+# The maker of what was there before the call.
+OUTSIDE = -1
+
+
 class Given(NamedTuple):
-    """A tensor that an event is given, and the number of the event that made it, if one did."""
+    """A tensor that an event is given, and the number of the event that made it; None if unseen."""
 
     value: Tensor
     maker: int | None
@@ -53,7 +58,9 @@ class Event:
 class _TracingMode(ObservingMode):
     """Keeps the events of one call, with copies of all tensors."""
 
-    def __init__(self, layer: Layer, weights: set[int], events: list[Event]) -> None:
+    def __init__(
+        self, layer: Layer, weights: set[int], outside: Iterable[int], events: list[Event]
+    ) -> None:
         super().__init__()
         self.events = events
         self._layer = layer
@@ -61,7 +68,7 @@ class _TracingMode(ObservingMode):
         self._weights = weights
         # By id: the tensor, which stays alive, its version, and a copy.
         self._copies: dict[int, tuple[Tensor, Version, Tensor]] = {}
-        self._makers: dict[int, int] = {}
+        self._makers = dict.fromkeys(outside, OUTSIDE)
         # What functions such as ``empty`` have returned, by its memories.
         self._unset: dict[int, Tensor] = {}
 
@@ -112,24 +119,27 @@ class _Site:
 class _AroundTraced(AroundCode):
     """Stands around the calls of the layer's module, each with events of its own, or all of one."""
 
-    def __init__(
-        self, layer: Layer, module: nn.Module, local: _Local, weights: set[int], *, is_one: bool
-    ) -> None:
-        super().__init__(module, local)
+    def __init__(self, net: nn.Module, layer: Layer, local: _Local, *, is_one: bool) -> None:
+        assert layer.module is not None
+        super().__init__(layer.module, local)
         self._layer = layer
-        self._weights = weights
         self._is_one = is_one
+        self._weights = {*map(id, net.parameters()), *map(id, net.buffers())}
+        # What the network holds, and what the module receives.
+        self._outside = reached([net])
+        self._received: list[Tensor] = []
         self.calls: list[_TracingMode] = []
 
     def mode(self) -> _TracingMode:
         """Return the mode for a call, in the order in which calls start."""
         events = self.calls[0].events if self._is_one and self.calls else []
-        self.calls.append(_TracingMode(self._layer, self._weights, events))
+        outside = (*self._outside, *map(id, self._received))
+        self.calls.append(_TracingMode(self._layer, self._weights, outside, events))
         return self.calls[-1]
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Call the module, and keep what it returns."""
-        number = len(self.calls)
+        number, self._received = len(self.calls), tensors((args, kwargs))
         output = super().run(args, kwargs)
         own = self.calls[number]
         own.add(None, _RETURN, own.before((output,), {}), None)
@@ -176,8 +186,7 @@ def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[Ev
     """
     module, site, events = layer.module, _Site(), list[Event]()
     assert module is not None
-    weights = {*map(id, net.parameters()), *map(id, net.buffers())}
-    around = _AroundTraced(layer, module, site.local, weights, is_one=all_calls)
+    around = _AroundTraced(net, layer, site.local, is_one=all_calls)
     others = [one for one in net.modules() if one is not module and takes_hooks(one)]
     hook = OwnCodeHook(site)
     with contextlib.ExitStack() as stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,33 @@ def test_in_place_operations_and_values_outside() -> None:
         "mul:0",
         "mul:0",
     )
+
+
+class Times(torch.autograd.Function):
+    """Multiplies: the function itself is seen by no mode, and what it calls is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: float) -> Tensor:
+        return x * number
+
+
+def test_what_nobody_sees_has_no_operation() -> None:
+    def called(number: float) -> Callable[..., Tensor]:
+        return lambda net, x: Times.apply(x.exp(), number) + 1
+
+    def threaded(number: float) -> Callable[..., Tensor]:
+        def code(net: nn.Module, x: Tensor) -> Tensor:
+            made: list[Tensor] = []
+            y = x.exp()
+            thread = threading.Thread(target=lambda: made.append(y * number))
+            thread.start()
+            thread.join()
+            return made[0] + 1
+
+        return code
+
+    assert operations_of(called(2.0), called(3.0)) == ("mul:0", "mul:0")
+    assert operations_of(threaded(2.0), threaded(3.0)) == (None, None)
 
 
 def test_all_calls_of_a_module() -> None:
