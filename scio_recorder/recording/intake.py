@@ -26,7 +26,7 @@ from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.stores.disk_format.medium import parsing
 from scio_recorder.stores.disk_format.tensor_file import expect
 from scio_recorder.stores.kept_inputs import KeptCall
-from scio_recorder.tensors.copies import gathered, is_dense, version_of, without_lazy_sign
+from scio_recorder.tensors.copies import gathered, has_samples, version_of, without_lazy_sign
 from scio_recorder.tensors.digests import Weights, digest_of
 from scio_recorder.tensors.structures import tensors
 
@@ -75,10 +75,10 @@ class LayerIntake:
             result = self._apply(self.transform, activation)
         if not isinstance(result, Tensor):
             raise CollectError(self._not_a_tensor(activation, result))
-        if not is_dense(result):
+        if not has_samples(result):
             raise CollectError(
-                f"layer {self.layer} returned a nested, sparse or quantised tensor, which can't "
-                "be kept sample by sample: make it dense with transform="
+                f"layer {self.layer} returned a nested, sparse, quantised or masked tensor, which "
+                "can't be kept sample by sample: make it a plain one with transform="
             )
         kept = without_lazy_sign(gathered(result))
         # A net may differentiate in its forward: kept tensors are detached there, too.

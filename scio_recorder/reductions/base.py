@@ -21,7 +21,7 @@ from scio_recorder.tensors.copies import (
     DTYPES,
     dtype_name,
     gathered,
-    is_dense,
+    has_samples,
     with_float64,
     without_lazy_sign,
 )
@@ -522,8 +522,8 @@ class SampleReduction(Reduction):
     def _check(self, activation: object) -> None:
         if not isinstance(activation, Tensor):
             fault = f"{type(activation).__name__}; choose a tensor"
-        elif not is_dense(activation):
-            fault = "a nested, sparse or quantised tensor; make it dense"
+        elif not has_samples(activation):
+            fault = "a nested, sparse, quantised or masked tensor; make it a plain one"
         elif activation.ndim == 0:
             fault = "a tensor without dimensions; give it one value for each sample"
         elif activation.is_complex() and not self._takes_complex:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.masked import MaskedTensor
 
 from scio_recorder.tensors import private
 
@@ -183,6 +184,22 @@ def is_dense(tensor: Tensor) -> bool:
     (True, False)
     """
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
+def has_samples(tensor: Tensor) -> bool:
+    """Whether a tensor can be kept or reduced sample by sample: a dense one without a mask.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any.
+
+    Examples
+    --------
+    >>> has_samples(torch.ones(2)), has_samples(torch.ones(2).to_sparse())
+    (True, False)
+    """
+    return is_dense(tensor) and not isinstance(tensor, MaskedTensor)
 
 
 def gathered(tensor: Tensor) -> Tensor:

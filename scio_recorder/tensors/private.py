@@ -326,14 +326,15 @@ def has_hooks(tensor: Tensor) -> bool:
 def restoring_hooks(tensor: Tensor) -> Callable[[], None]:
     """Return a function that sets the hooks on a leaf's gradient to what they are now."""
     names = "_backward_hooks", "_post_accumulate_grad_hooks"
-    noted = [(name, getattr(tensor, name), {**(getattr(tensor, name) or {})}) for name in names]
+    given = [(name, getattr(tensor, name, None)) for name in names]
+    noted = [(name, hooks, {**(hooks or {})}) for name, hooks in given]
 
     def put_back() -> None:
         for name, hooks, entries in noted:
             if hooks is not None and hooks != entries:
                 hooks.clear()
                 hooks.update(entries)
-            if getattr(tensor, name) is not hooks:
+            if getattr(tensor, name, None) is not hooks:
                 setattr(tensor, name, hooks)
 
     return put_back

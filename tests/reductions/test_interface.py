@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def total(accumulator: Any, activation: Tensor) -> Any:
 
 def join(one: Any, two: Any) -> Any:
     return {"sum": (one["sum"][0] + two["sum"][0],), 2: [one[2][0] + two[2][0], None, "rows"]}
+
+
+def masked(tensor: Tensor) -> Tensor:
+    with warnings.catch_warnings(action="ignore"):
+        return torch.masked.masked_tensor(tensor, tensor > 0)
 
 
 def by(batch: Any) -> Any:
@@ -268,8 +274,9 @@ def test_gradients_and_modes_of_the_caller(make: Make) -> None:
         (torch.tensor(1.0), ["dimension 0"]),
         ((torch.ones(2),), ["tuple", "transform="]),
         (torch.eye(2).to_sparse(), ["sparse", "transform="]),
+        (masked(torch.eye(2)), ["masked", "transform="]),
     ],
-    ids=["no dimension", "tuple", "sparse"],
+    ids=["no dimension", "tuple", "sparse", "masked"],
 )
 def test_what_is_no_batch_of_samples(make: Make, activation: Any, parts: list[str]) -> None:
     with pytest.raises(CollectError) as caught:
