@@ -241,6 +241,7 @@ class Hooks:
         self._modules = program.modules
         self._functions = program.functions
         self._unrecorded = program.unrecorded
+        self._encoders = program.encoders if program.functions else []
         # The modules that recorded own code may call.
         self._called = program.called if program.functions else []
         self._site = site
@@ -270,9 +271,10 @@ class Hooks:
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
             self._attach_to_own_code(module, self._functions.get(index, {}))
             keep_out_of_copies(module)
-        for module in self._called:
+        for module in (*self._encoders, *self._called):
             if not private.calls_compiled(module):
-                self._put_around(module, {})
+                # The mode of an encoder takes no function.
+                self._put_around(module, {} if module in self._encoders else None)
         self._move_behind_others()
         self.is_attached = True
 
@@ -290,7 +292,7 @@ class Hooks:
             module, {name: ModuleHook(index, self._site) for name, index in functions.items()}
         )
 
-    def _put_around(self, module: nn.Module, hooks: Mapping[str, ModuleHook]) -> None:
+    def _put_around(self, module: nn.Module, hooks: Mapping[str, ModuleHook] | None) -> None:
         calls = (call for call in wrappers(module) if isinstance(call, AroundOwnCode))
         if all(call.site is not self._site for call in calls):
             # What makes calls passes must stand around it.
@@ -309,7 +311,7 @@ class Hooks:
 
     def _detach(self) -> None:
         self.is_attached = False
-        for module in (*self._modules, *self._called):
+        for module in (*self._modules, *self._encoders, *self._called):
             self._remove_from(module)
 
     def _remove_from(self, module: nn.Module) -> None:

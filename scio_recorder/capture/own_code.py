@@ -233,14 +233,16 @@ class AroundOwnCode(AroundCode):
         The module.
     site : object
         That of the recorder's hooks.
-    hooks : mapping
-        The hooks on functions of its own code, by name; none for a module that is only called.
+    hooks : mapping, optional
+        The hooks on functions of its own code, by name; by default, the module is only called.
     """
 
-    def __init__(self, module: nn.Module, site: Any, hooks: Mapping[str, FunctionHook]) -> None:
+    def __init__(
+        self, module: nn.Module, site: Any, hooks: Mapping[str, FunctionHook] | None = None
+    ) -> None:
         super().__init__(module, site.local)
         self.site = site
-        self._hooks = _Functions(hooks) if hooks else None
+        self._hooks = None if hooks is None else _Functions(hooks)
 
     def mode(self) -> _OwnCode | None:
         """Return the mode for a call in a pass, or in one that checkpointing runs again."""

@@ -246,9 +246,22 @@ class Program:
         return {index for index in found if index < len(self.modules)}
 
     @cached_property
+    def encoders(self) -> list[nn.Module]:
+        """The encoders around recorded own code.
+
+        Where no function mode is around them, they make nested tensors, which torch's own attention
+        does not take where one is.
+        """
+        owners = {id(self.modules[index]) for index in self.functions}
+        rows = self.architecture.values()
+        encoders = [row.module for row in rows if isinstance(row.module, nn.TransformerEncoder)]
+        return [one for one in encoders if not owners.isdisjoint(map(id, one.modules()))]
+
+    @cached_property
     def called(self) -> list[nn.Module]:
-        """The modules that recorded own code may call, without those that have such code."""
-        owners = {id(self.modules[index]): self.modules[index] for index in self.functions}
+        """The modules that own code with a mode may call, without those that have such code."""
+        having = [*self.encoders, *(self.modules[index] for index in self.functions)]
+        owners = {id(module): module for module in having}
         found: dict[int, Any] = {}
         ran: set[int] = set()
         around: list[Layer] = []

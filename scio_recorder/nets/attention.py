@@ -23,7 +23,12 @@ from torch.nn import functional
 
 from scio_recorder.display.figure import draw_attention
 from scio_recorder.errors import ArgumentError, AttentionError
-from scio_recorder.nets.attention_arguments import bias_of, bound_arguments, projected
+from scio_recorder.nets.attention_arguments import (
+    bias_of,
+    bound_arguments,
+    projected,
+    with_all_heads,
+)
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.arithmetic import float32_products_are_exact, undisturbed
 from scio_recorder.tensors.copies import dtype_name, is_dense
@@ -58,7 +63,8 @@ class Attention(ABC):
         [batch, heads, positions, head_dim], as the kernel received them; ``key`` perhaps with fewer
         heads, each for several of the queries'. None in eager code. Queries of more dimensions keep
         them: [batch, ..., heads, positions, head_dim]. Those of three, [batch, positions,
-        head_dim], are of one head: [batch, 1, positions, head_dim].
+        head_dim], are of one head: [batch, 1, positions, head_dim]. Where transformers give the
+        heads of a group as queries of one head, they are heads again.
     value : Tensor
         [batch, heads, positions, head_dim], perhaps with fewer heads.
     output : Tensor
@@ -314,7 +320,7 @@ class _EagerAttention(Attention):
         return weights.to(_wide(weights.dtype, self._device))
 
 
-def attention_of(function: str, inputs: Inputs, output: Any) -> Attention:
+def attention_of(function: str, inputs: Inputs, output: Any, num_heads: int = 0) -> Attention:
     """Return the attention of a call of a kernel.
 
     Parameters
@@ -325,6 +331,8 @@ def attention_of(function: str, inputs: Inputs, output: Any) -> Attention:
         What it received.
     output : Tensor or (Tensor, Tensor or None)
         What it returned.
+    num_heads : int, default 0
+        That of `heads_of_groups`.
 
     Raises
     ------
@@ -335,7 +343,10 @@ def attention_of(function: str, inputs: Inputs, output: Any) -> Attention:
     given = bound_arguments(function, inputs).arguments
     if function == "multi_head_attention_forward":
         return _ProjectedAttention(given, output[0])
-    return _KernelAttention(given, output)
+    of_heads = with_all_heads(given, num_heads)
+    if of_heads["query"] is not given["query"]:
+        output = output.reshape(*of_heads["query"].shape[:-1], -1)
+    return _KernelAttention(of_heads, output)
 
 
 def eager_attention_of(

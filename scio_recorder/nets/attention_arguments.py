@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from scio_recorder.layer import Operation
 from scio_recorder.nets.records import Inputs
 
 
@@ -57,6 +58,50 @@ def bound_arguments(function: str, inputs: Inputs) -> inspect.BoundArguments:
     given = KERNELS[function].bind(*inputs.args, **inputs.kwargs)
     given.apply_defaults()
     return given
+
+
+def heads_of_groups(row: Operation) -> int:
+    """Return the number of heads of a layer that may give the kernel those of a group as queries.
+
+    That is what transformers do with a single query, if several heads share keys and there is a
+    mask. Other layers have 0.
+
+    Parameters
+    ----------
+    row : Operation
+        The call of the kernel at labelling.
+    """
+    has_groups = getattr(row.module, "num_key_value_groups", 1) > 1
+    return row.output_shape[-3] if has_groups and row.function in KERNELS else 0
+
+
+def with_all_heads(given: Mapping[str, Any], num_heads: int) -> dict[str, Any]:
+    """Return arguments of a call with a query for each head.
+
+    Parameters
+    ----------
+    given : mapping
+        Arguments of ``scaled_dot_product_attention``.
+    num_heads : int
+        The result of `heads_of_groups`.
+
+    Examples
+    --------
+    >>> given = {"query": torch.ones(1, 2, 4, 8), "key": torch.ones(1, 2, 9, 8), "attn_mask": None}
+    >>> with_all_heads(given, 8)["query"].shape
+    torch.Size([1, 8, 1, 8])
+    """
+    query, key, mask = given["query"], given["key"], given["attn_mask"]
+    if not num_heads or query.dim() < 4:
+        return dict(given)
+    *leading, shared, group = query.shape[:-1]
+    if shared * group != num_heads or shared == num_heads or shared != key.shape[-3]:
+        return dict(given)
+    changed = {**given, "query": query.reshape(*leading, num_heads, 1, -1)}
+    # Others are the same for all heads.
+    if mask is not None and mask.shape[-3:-1] == (shared, group):
+        changed["attn_mask"] = mask.reshape(*mask.shape[:-3], num_heads, 1, -1)
+    return changed
 
 
 def bias_of(

@@ -6,13 +6,15 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from scio_recorder.errors import LayerNotFoundError
 from scio_recorder.layer import DepthIdx, OperationIdx, RowIdx, few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention import Attention, attention_of, eager_attention_of
+from scio_recorder.nets.attention_arguments import KERNELS, heads_of_groups
 from scio_recorder.nets.records import Inputs, LayerMapping, Records
 
-_KERNELS = ("scaled_dot_product_attention", "multi_head_attention_forward")
 _PRODUCTS = ("matmul", "bmm", "einsum")
 
 
@@ -27,11 +29,14 @@ class AttentionCalls(NamedTuple):
         The kernel, or the softmax: its inputs decide who attends to whom.
     last : OperationIdx
         The kernel, or the product of weights and values: its inputs and output tell the weights.
+    num_heads : int
+        That of `heads_of_groups`.
     """
 
     layer: DepthIdx
     first: OperationIdx
     last: OperationIdx
+    num_heads: int = 0
 
     def attention(self, softmax: Any, inputs: Inputs, output: Any) -> Attention:
         """Return the attention, given what the last operation received and returned.
@@ -39,7 +44,7 @@ class AttentionCalls(NamedTuple):
         ``softmax`` is what the first one returned, if it is another.
         """
         if self.first == self.last:
-            return attention_of(self.last.function, inputs, output)
+            return attention_of(self.last.function, inputs, output, self.num_heads)
         return eager_attention_of(softmax, inputs, output)
 
 
@@ -72,9 +77,11 @@ def find_attention(
 def _attention_in(architecture: Architecture, label: DepthIdx) -> list[AttentionCalls]:
     label = architecture[label].label
     operations = [row for row in architecture.operations.values() if row.layer.label == label]
-    kernels = [row.label for row in operations if row.function in _KERNELS]
+    kernels = [row for row in operations if row.function in KERNELS]
     if kernels:
-        return [AttentionCalls(label, kernel, kernel) for kernel in kernels]
+        return [
+            AttentionCalls(label, row.label, row.label, heads_of_groups(row)) for row in kernels
+        ]
     softmaxes = [at for at, row in enumerate(operations) if row.function == "softmax"]
     found = []
     for start, end in itertools.pairwise([*softmaxes, len(operations)]):
@@ -95,8 +102,12 @@ def _explain(architecture: Architecture, label: DepthIdx, own: list[AttentionCal
     around = dict.fromkeys(row.layer.label for row in architecture.operations.values())
     having = [architecture[at] for at in around if _attention_in(architecture, at)]
     hint = f"layers that do: {few(having, 6)}" if having else "no layer of this network does"
+    inside = f"{layer.name}.".removeprefix(".")
+    modules = [row for row in architecture.values() if isinstance(row.module, nn.Softmax)]
+    if own_softmax := [row for row in modules if row.name.startswith(inside)]:
+        hint = f"record {own_softmax[0]}, whose output is the weights"
     return (
-        f"the own code of layer {layer} calls neither {' nor '.join(_KERNELS)}, and no softmax "
+        f"the own code of layer {layer} calls neither {' nor '.join(KERNELS)}, and no softmax "
         f"before a product; {hint}"
     )
 

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.nets.attention_arguments import bias_of, bound_arguments, joined_masks
+from scio_recorder.nets.attention_arguments import (
+    bias_of,
+    bound_arguments,
+    joined_masks,
+    with_all_heads,
+)
 from scio_recorder.nets.records import Inputs
 from scio_recorder.postprocessors.floating_map import integers, refuse_nested
 
@@ -70,7 +75,7 @@ class Knockout:
             'activation_postproc={"h.*.attn": Knockout(queries=[-1], keys=[0])}.'
         )
 
-    def changed(self, function: str, inputs: Inputs) -> Inputs:
+    def changed(self, function: str, inputs: Inputs, num_heads: int = 0) -> Inputs:
         """Return the changed inputs of a call of an attention kernel or a softmax.
 
         Parameters
@@ -79,6 +84,8 @@ class Knockout:
             "scaled_dot_product_attention", "multi_head_attention_forward" or "softmax".
         inputs : Inputs
             What it is about to receive.
+        num_heads : int, default 0
+            That of `heads_of_groups`.
 
         Returns
         -------
@@ -97,7 +104,7 @@ class Knockout:
         if function == "multi_head_attention_forward":
             given.arguments |= self._of_masks(given.arguments)
         else:
-            given.arguments |= self._of_mask(given.arguments)
+            given.arguments |= self._of_mask(given.arguments, num_heads)
         return Inputs(given.args, given.kwargs)
 
     def _of_softmax(self, inputs: Inputs) -> Inputs:
@@ -116,10 +123,13 @@ class Knockout:
             else Inputs((), kwargs | {"input": changed})
         )
 
-    def _of_mask(self, given: dict[str, Any]) -> dict[str, Any]:
-        query, sizes = given["query"], (given["query"].shape[-2], given["key"].shape[-2])
-        bias = _bias(given, sizes, query)
-        return {"attn_mask": self._without(bias, query.shape[:-2]), "is_causal": False}
+    def _of_mask(self, given: dict[str, Any], num_heads: int) -> dict[str, Any]:
+        of_heads = with_all_heads(given, num_heads)
+        query, sizes = of_heads["query"], (of_heads["query"].shape[-2], given["key"].shape[-2])
+        bias = self._without(_bias(of_heads, sizes, query), query.shape[:-2])
+        if query.shape != given["query"].shape:
+            bias = bias.expand(*query.shape[:-1], -1).reshape(*given["query"].shape[:-1], -1)
+        return {"attn_mask": bias, "is_causal": False}
 
     def _of_masks(self, given: dict[str, Any]) -> dict[str, Any]:
         query, masks = given["query"], joined_masks(given)

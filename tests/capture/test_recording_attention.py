@@ -1,0 +1,621 @@
+"""Attention beside all that a recorder does: options, selectors, copies, threads, errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from scio_recorder import Recorder
+from scio_recorder.errors import (
+    ArgumentError,
+    AttentionError,
+    LayerNotFoundError,
+    SelectorTypeError,
+    UnsupportedNetError,
+)
+from scio_recorder.postprocessors import Knockout
+
+HEADS, SIZE = 2, 8
+
+
+class SelfAttention(nn.Module):
+    """Causal attention of two heads, by the kernel or step by step."""
+
+    def __init__(self, *, is_eager: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.projection = nn.Linear(SIZE, 3 * SIZE)
+        self.is_eager, self.dropout = is_eager, dropout
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        by_head = self.projection(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return [*by_head]
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.parts(x)
+        dropout = self.dropout if self.training else 0.0
+        if self.is_eager:
+            scores = query @ key.mT / key.shape[-1] ** 0.5 + above(x.shape[1])
+            weights = functional.dropout(scores.softmax(-1), dropout)
+            mixed = weights @ value
+        else:
+            mixed = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, dropout_p=dropout
+            )
+        return mixed.transpose(1, 2).flatten(2)
+
+    def by_hand(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key, _ = self.parts(x)
+        mask = above(x.shape[1]) if mask is None else mask
+        return (query @ key.mT / key.shape[-1] ** 0.5 + mask).softmax(-1)
+
+
+def above(size: int) -> Tensor:
+    return torch.full((size, size), -torch.inf).triu(1)
+
+
+class Block(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attn = SelfAttention(**options)
+        self.mlp = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x).relu_()
+
+
+class Net(nn.Module):
+    """Two blocks; checkpointing is "reentrant", "not reentrant" or None."""
+
+    def __init__(self, checkpointing: str | None = None, **options: Any) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([Block(**options), Block(**options)])
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            if self.checkpointing is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
+        return x
+
+
+def recorded(net: nn.Module, *selectors: Any, attention: Any = True, **options: Any) -> Recorder:
+    rnet = Recorder(net, input_size=(2, 5, SIZE))
+    rnet.record(*(selectors or ["h.*.attn"]), attention=attention, **options)
+    return rnet
+
+
+def assert_right(rnet: Recorder, net: Any, x: Tensor, tolerance: float = 1e-6) -> None:
+    """Compare all weights with those by hand."""
+    with torch.no_grad():
+        for number, block in enumerate(net.h):
+            weights = rnet.attention[f"h.{number}.attn"].weights()
+            difference = weights - block.attn.by_hand(x)
+            assert difference.abs().max() <= tolerance
+            x = block(x)
+
+
+@pytest.fixture(params=[False, True], ids=["kernel", "eager"])
+def is_eager(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("policy", ["auto", "always", "never"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_every_way_of_keeping(
+    is_eager: bool, policy: Literal["auto", "always", "never"], offload: bool
+) -> None:
+    net = Net(is_eager=is_eager).eval()
+    rnet = recorded(net, copy=policy, offload=offload)
+    for _ in range(3):
+        x = torch.randn(2, 5, SIZE)
+        with torch.no_grad():
+            assert torch.equal(rnet(x), net(x))
+        assert_right(rnet, net, x)
+
+
+@pytest.mark.parametrize("context", ["grad", "inference", "autocast"])
+def test_every_mode(is_eager: bool, context: str) -> None:
+    net, x = Net(is_eager=is_eager), torch.randn(2, 5, SIZE)
+    rnet = recorded(net, gradients=context == "grad", inputs=True)
+    for _ in range(2):
+        if context == "inference":
+            with torch.inference_mode():
+                rnet(x)
+        elif context == "autocast":
+            with torch.autocast("cpu"):
+                rnet(x)
+        else:
+            bare = torch.autograd.grad(net(x).sum(), [*net.parameters()])
+            net.zero_grad()
+            rnet(x).sum().backward()
+            pairs = zip(net.parameters(), bare, strict=True)
+            assert all(torch.equal(one.grad, other) for one, other in pairs)  # type: ignore[arg-type]
+            assert list(rnet.gradients) == list(rnet.recording)
+        # bfloat16 has 8 bits, and its rounding differs from step to step.
+        assert_right(rnet, net, x, 2e-2 if context == "autocast" else 1e-6)
+        assert set(rnet.inputs) == set(rnet.activations) == set(rnet.attention)
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "not reentrant"])
+@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
+def test_activation_checkpointing(is_eager: bool, checkpointing: str) -> None:
+    torch.manual_seed(0)
+    net = Net(checkpointing, is_eager=is_eager)
+    plain = copy.deepcopy(net)
+    plain.checkpointing = None
+    rnet = recorded(net)
+    x = torch.randn(2, 5, SIZE, requires_grad=True)
+    rnet(x).square().sum().backward()
+    assert_right(rnet, plain, x)
+    plain(x).square().sum().backward()
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_dropout_that_acts() -> None:
+    net, x = Net(dropout=0.25), torch.randn(2, 5, SIZE)
+    rnet = recorded(net)
+    rnet(x)
+    attention = rnet.attention["h.0.attn"]
+    assert attention.query is not None
+    for read in (attention.weights, lambda: attention.error, attention.plot):
+        with pytest.raises(AttentionError, match=r"dropped weights with probability 0\.25"):
+            read()
+    net.eval()
+    rnet(x)
+    assert_right(rnet, net, x)
+
+
+def test_dropout_of_eager_code_is_in_the_weights() -> None:
+    net, x = Net(dropout=0.25, is_eager=True), torch.randn(2, 5, SIZE)
+    rnet = recorded(net)
+    rnet(x)
+    weights, expected = rnet.attention["h.0.attn"].weights(), net.h[0].attn.by_hand(x)
+    kept = weights != 0
+    torch.testing.assert_close(weights[kept], expected[kept].detach() / 0.75)
+    assert not kept.all()
+
+
+class Overwriting(SelfAttention):
+    """Overwrites all that the kernel has received and returned, once it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part.contiguous() for part in self.parts(x))
+        mask = above(x.shape[1])
+        if self.is_eager:
+            weights = (query @ key.mT / key.shape[-1] ** 0.5 + mask).softmax(-1)
+            mixed = weights @ value
+            weights.zero_()
+        else:
+            mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        out = mixed.clone()
+        for tensor in (query, key, value, mask, mixed):
+            tensor.fill_(3.0)
+        return out.transpose(1, 2).flatten(2)
+
+
+def test_what_is_overwritten_afterwards(is_eager: bool) -> None:
+    net = Net().eval()
+    for block in net.h:
+        block.attn = Overwriting(is_eager=is_eager)
+    rnet = recorded(net)
+    for _ in range(3):
+        x = torch.randn(2, 5, SIZE)
+        with torch.no_grad():
+            rnet(x)
+        assert_right(rnet, net, x)
+
+
+def test_what_the_caller_overwrites_after_the_pass() -> None:
+    net, x = Net().eval(), torch.randn(2, 5, SIZE)
+    rnet = recorded(net, "h.1.attn")
+    with torch.no_grad():
+        rnet(x)
+        rnet(x)
+        attention = rnet.attention["h.1.attn"]
+        before = attention.weights()
+        rnet(torch.randn(2, 5, SIZE))
+    assert torch.equal(attention.weights(), before)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = SelfAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attn(self.attn(x))
+        return out
+
+
+def test_a_layer_that_runs_twice(is_eager: bool) -> None:
+    net, x = Twice(), torch.randn(2, 5, SIZE)
+    net.attn.is_eager = is_eager
+    rnet = recorded(net, "attn")
+    rnet(x)
+    first, second = rnet.recording
+    torch.testing.assert_close(rnet.attention[first].weights(), net.attn.by_hand(x).detach())
+    again = net.attn.by_hand(net.attn(x)).detach()
+    torch.testing.assert_close(rnet.attention[second].weights(), again)
+    with pytest.raises(LayerNotFoundError, match="attn"):
+        _ = rnet.attention["attn"]
+
+
+@pytest.mark.parametrize(
+    ("attention", "expected"),
+    [
+        ("h.1.attn", ["h.1.attn"]),
+        ("h.*.attn", ["h.0.attn", "h.1.attn"]),
+        (["h.0.attn", "h.1.attn"], ["h.0.attn", "h.1.attn"]),
+        ((3, 1), ["h.0.attn"]),
+        ([(3, 3), "h.0.attn"], ["h.0.attn", "h.1.attn"]),
+        (SelfAttention, ["h.0.attn", "h.1.attn"]),
+        (lambda layer: layer.name == "h.1.attn", ["h.1.attn"]),
+        (False, []),
+    ],
+)
+def test_selectors_of_its_own(attention: Any, expected: list[str]) -> None:
+    net, x = Net(), torch.randn(2, 5, SIZE)
+    rnet = recorded(net, "h.0.mlp", attention=attention)
+    assert [rnet.architecture[at].name for at in rnet.recording] == ["h.0.mlp"]
+    rnet(x)
+    assert [rnet.architecture[at].name for at in rnet.attention] == expected
+    assert list(rnet.activations) == list(rnet.recording)
+
+
+def test_layers_of_both_kinds() -> None:
+    net, x = Net(), torch.randn(2, 5, SIZE)
+    rnet = recorded(net, "h.1.attn", "h.1.attn/scaled_dot_product_attention", "h.1/add:0")
+    rnet(x)
+    assert len(rnet.recording) == len(rnet.activations) == 3
+    kernel = rnet.activations["h.1.attn/scaled_dot_product_attention"]
+    assert torch.equal(kernel, rnet.attention["h.1.attn"].output)
+
+
+class Several(SelfAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(x + 1)
+
+
+def test_layers_without_attention_or_with_several() -> None:
+    net = Net()
+    rnet = Recorder(net, input_size=(2, 5, SIZE))
+    rnet.record("h.0.mlp")
+    with pytest.raises(LayerNotFoundError, match=r"h\.0\.mlp.*layers that do: .*h\.0\.attn"):
+        rnet.record("h.0.mlp", attention=True)
+    with pytest.raises(LayerNotFoundError, match=r"h\.0 .*layers that do"):
+        rnet.record("h.0.attn", attention="h.0")
+    with pytest.raises(SelectorTypeError, match="calls"):
+        rnet.record("h.0.attn", attention=True, calls="any")
+    with pytest.raises(LayerNotFoundError, match="nothing"):
+        rnet.record("h.0.attn", attention="nothing")
+    assert [rnet.architecture[at].name for at in rnet.recording] == ["h.0.mlp"]
+    for is_eager in (False, True):
+        net.h[1].attn = Several(is_eager=is_eager)
+        function = "matmul" if is_eager else "scaled_dot_product_attention"
+        with pytest.raises(LayerNotFoundError, match=f"several times.*{function}"):
+            recorded(net, "h.1.attn")
+    with pytest.raises(LayerNotFoundError, match="no layer of this network does"):
+        recorded(nn.Sequential(nn.Linear(SIZE, SIZE)), "0")
+
+
+class WithModule(nn.Module):
+    """Computes its weights by a module, as Swin of timm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.softmax = nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.softmax(x @ x.mT) @ x
+        return out
+
+
+def test_a_softmax_that_is_a_module() -> None:
+    rnet = Recorder(WithModule(), input_size=(2, 5, SIZE))
+    with pytest.raises(LayerNotFoundError, match=r"1-1 softmax \(Softmax\), whose output is the"):
+        rnet.record("", attention=True)
+    rnet.record("softmax")
+    rnet(x := torch.randn(2, 5, SIZE))
+    assert torch.equal(rnet.activations["softmax"], (x @ x.mT).softmax(-1))
+
+
+def test_heads_and_queries_that_are_not_there(is_eager: bool) -> None:
+    net, x = Net(is_eager=is_eager), torch.randn(2, 5, SIZE)
+    rnet = recorded(net)
+    rnet(x)
+    attention = rnet.attention["h.0.attn"]
+    for heads, queries in ((2, None), ([0, -3], None), (None, 5), (None, [-6]), ("a", None)):
+        with pytest.raises(ArgumentError, match="there is no"):
+            attention.weights(heads, queries)  # type: ignore[arg-type]
+    with pytest.raises(LayerNotFoundError, match="mlp"):
+        _ = rnet.attention["h.0.mlp"]
+
+
+def test_nothing_is_left_when_nothing_was_asked_for() -> None:
+    rnet = recorded(Net(), attention=False)
+    rnet(torch.randn(2, 5, SIZE))
+    assert not rnet.attention
+    with pytest.raises(LayerNotFoundError):
+        _ = rnet.attention["h.0.attn"]
+
+
+def test_passes_that_end_early(is_eager: bool) -> None:
+    net, x = Net(is_eager=is_eager).eval(), torch.randn(2, 5, SIZE)
+    rnet = recorded(net, "h.0.attn", attention="h.0.attn")
+    ran: list[bool] = []
+    net.h[1].register_forward_pre_hook(lambda module, args: ran.append(True))
+    rnet.extract(x)
+    assert not ran
+    weights = rnet.attention["h.0.attn"].weights()
+    torch.testing.assert_close(weights, net.h[0].attn.by_hand(x).detach())
+
+
+def test_after_a_pass_that_failed() -> None:
+    net, x = Net(), torch.randn(2, 5, SIZE)
+    rnet = recorded(net)
+    rnet(x)
+    with pytest.raises(RuntimeError):
+        rnet(torch.randn(2, 5, SIZE + 1))
+    assert not rnet.attention
+    rnet(x)
+    assert_right(rnet, net, x)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_passes() -> None:
+    net, x = Net().eval(), torch.randn(2, 5, SIZE)
+    rnet = recorded(net)
+    rnet.compile(backend="eager", fullgraph=True)
+    with torch.no_grad():
+        rnet(x)
+        with pytest.raises(UnsupportedNetError, match="compiled"):
+            _ = rnet.attention
+        with pytest.raises(Exception, match="compiled pass"):
+            rnet(x, activation_postproc={"h.0.attn": Knockout(-1, 0)})
+
+
+def test_threads_do_not_mix() -> None:
+    net = Net().eval()
+    rnet = recorded(net)
+    meet = threading.Barrier(3)
+    errors: list[BaseException] = []
+
+    def run(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            for _ in range(5):
+                x = torch.randn(2, 5, SIZE, generator=generator)
+                meet.wait(20)
+                with torch.no_grad():
+                    rnet(x)
+                    meet.wait(20)
+                    assert_right(rnet, net, x)
+        except BaseException as error:
+            meet.abort()
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_two_recorders_on_one_net(is_eager: bool) -> None:
+    net, x = Net(is_eager=is_eager).eval(), torch.randn(2, 5, SIZE)
+    outer = recorded(net)
+    inner = Recorder(net.h[1], input_size=(2, 5, SIZE))
+    inner.record("attn", attention=True)
+    with torch.no_grad():
+        outer(x)
+        assert not inner.attention
+        inner(x)
+        assert_right(outer, net, x)
+        torch.testing.assert_close(inner.attention["attn"].weights(), net.h[1].attn.by_hand(x))
+        # Both at once.
+        with inner.watch() as passes:
+            outer(x)
+        assert_right(outer, net, x)
+        [attention] = passes.attention
+        expected = net.h[1].attn.by_hand(net.h[0](x))
+        torch.testing.assert_close(attention["attn"].weights(), expected)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_of_the_recorder(how: str) -> None:
+    net, x = Net().eval(), torch.randn(2, 5, SIZE)
+    rnet = recorded(net)
+    other: Any = copy.deepcopy(rnet) if how == "deepcopy" else pickle.loads(pickle.dumps(rnet))
+    del rnet
+    other(x)
+    assert_right(other, other.net, x)
+    other.record("h.1.attn", attention=True)
+    other(x)
+    assert [other.architecture[at].name for at in other.attention] == ["h.1.attn"]
+
+
+def test_later_passes_change_nothing_that_was_taken() -> None:
+    net, x = Net().eval(), torch.randn(2, 5, SIZE)
+    rnet = recorded(net)
+    rnet(x)
+    records = rnet.attention
+    expected = [net.h[0].attn.by_hand(x), net.h[1].attn.by_hand(net.h[0](x))]
+    rnet(torch.randn(2, 3, SIZE))
+    for at, weights in zip(records, expected, strict=True):
+        torch.testing.assert_close(records[at].weights(), weights.detach())
+
+
+def test_it_is_printed() -> None:
+    rnet = recorded(Net())
+    rnet(torch.randn(2, 5, SIZE))
+    lines = repr(rnet.attention).splitlines()
+    assert len(lines) == 2
+    assert "h.0.attn" in lines[0]
+    assert "query [2, 2, 5, 4]" in lines[0]
+
+
+# -- knocked out -----------------------------------------------------------------------------------
+
+
+def knocked(net: Any, x: Tensor, where: tuple[Any, ...]) -> Tensor:
+    """Run a net of these with a mask by hand, at the places of every attention."""
+    for block in net.h:
+        query, key, value = block.attn.parts(x)
+        mask = above(x.shape[1]).repeat(HEADS, 1, 1)
+        mask[where] = -torch.inf
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        x = x + mixed.transpose(1, 2).flatten(2)
+        x = x + block.mlp(x).relu()
+    return x
+
+
+@pytest.mark.parametrize("heads", [None, [1]])
+def test_knockout_is_a_mask(is_eager: bool, heads: list[int] | None) -> None:
+    net, x = Net(is_eager=is_eager), torch.randn(2, 5, SIZE)
+    rnet = recorded(net)
+    knockout = Knockout(queries=[-1, 3], keys=[0, 2], heads=heads)
+    where = (slice(None) if heads is None else 1, [[3], [4]], [[0, 2]])
+    expected = knocked(net, x, where)
+    for _ in range(2):
+        out = rnet(x, activation_postproc={"h.*.attn": knockout})
+        torch.testing.assert_close(out, expected)
+    found = torch.autograd.grad(out.sum(), [*net.parameters()])
+    wanted = torch.autograd.grad(expected.sum(), [*net.parameters()])
+    torch.testing.assert_close(found, wanted)
+    weights = rnet.attention["h.0.attn"].weights()
+    assert not weights[:, 1, -1, [0, 2]].any()
+    assert bool(weights[:, 0, -1, 0].any()) == (heads is not None)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, HEADS, 5))
+    # Afterwards nothing acts.
+    torch.testing.assert_close(rnet(x), net(x))
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "not reentrant"])
+@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
+def test_knockout_under_activation_checkpointing(is_eager: bool, checkpointing: str) -> None:
+    net = Net(checkpointing, is_eager=is_eager)
+    rnet = recorded(net)
+    x = torch.randn(2, 5, SIZE, requires_grad=True)
+    out = rnet(x, activation_postproc={"h.*.attn": Knockout(-1, [0, 2])})
+    rnet(x.detach())
+    out.square().sum().backward()
+    expected = knocked(net, x, (slice(None), -1, [0, 2]))
+    torch.testing.assert_close(out, expected)
+    wanted = torch.autograd.grad(expected.square().sum(), [*net.parameters()])
+    for one, other in zip(net.parameters(), wanted, strict=True):
+        torch.testing.assert_close(one.grad, other)
+
+
+@pytest.mark.parametrize("context", ["inference", "autocast", "offload"])
+def test_knockout_in_every_mode(is_eager: bool, context: str) -> None:
+    net, x = Net(is_eager=is_eager).eval(), torch.randn(2, 5, SIZE)
+    rnet = recorded(net, offload=context == "offload")
+    posts = {"h.*.attn": Knockout(-1, [0, 2])}
+    mode: Any = torch.inference_mode() if context == "inference" else torch.no_grad()
+    with mode, torch.autocast("cpu", enabled=context == "autocast"):
+        out = rnet(x, activation_postproc=posts)
+        expected = knocked(net, x, (slice(None), -1, [0, 2]))
+    # bfloat16 has 8 bits.
+    torch.testing.assert_close(
+        out, expected, **({"rtol": 2e-2, "atol": 2e-2} if context == "autocast" else {})
+    )
+
+
+@pytest.mark.parametrize(
+    ("knockout", "message"),
+    [
+        (Knockout(5, 0), r"names queries \[5\].*5 queries"),
+        (Knockout(0, [-6]), r"names keys \[-6\].*5 keys"),
+        (Knockout(1, 0, heads=2), r"names heads \[2\].*2 heads"),
+        (Knockout(1, [0, 1]), "leaves query 1 without a key"),
+        (Knockout(1, [0, 1], heads=1), "leaves query 1 of head 1 without a key"),
+    ],
+)
+def test_what_knockout_refuses(is_eager: bool, knockout: Knockout, message: str) -> None:
+    net, x = Net(is_eager=is_eager), torch.randn(2, 5, SIZE)
+    rnet = recorded(net)
+    with pytest.raises(ValueError, match=message) as caught:
+        rnet(x, activation_postproc={"h.1.attn": knockout})
+    assert "h.1.attn" in "\n".join(caught.value.__notes__)
+    rnet(x)
+    assert_right(rnet, net, x)
+
+
+def test_knockout_needs_recorded_attention() -> None:
+    rnet = recorded(Net(), "h.*.attn", "h.0", attention="h.1.attn")
+    for layer in ("h.0.attn", "h.0"):
+        with pytest.raises(ValueError, match=r"is not recorded: write record\(\.\.\., attention"):
+            rnet(torch.randn(2, 5, SIZE), activation_postproc={layer: Knockout(-1, 0)})
+
+
+def test_knockout_while_other_layers_are_changed() -> None:
+    net, x = Net().eval(), torch.randn(2, 5, SIZE)
+    rnet = recorded(net, "h.*.attn", "h.0.mlp", attention="h.*.attn")
+    posts = {"h.0.mlp": torch.zeros_like, "h.1.attn": Knockout(-1, [0, 2])}
+    out = rnet(x, activation_postproc=posts)
+    hidden = x + net.h[0].attn(x)
+    part: Any = nn.Module()
+    part.h = [net.h[1]]
+    torch.testing.assert_close(out, knocked(part, hidden, (slice(None), -1, [0, 2])))
+
+
+def test_knockout_in_watch() -> None:
+    net, x = Net().eval(), torch.randn(2, 5, SIZE)
+    rnet = recorded(net)
+    with rnet.watch(activation_postproc={"h.*.attn": Knockout(-1, [0, 2])}) as passes:
+        out = net(x)
+    torch.testing.assert_close(out, knocked(net, x, (slice(None), -1, [0, 2])))
+    assert not passes.attention[0]["h.1.attn"].weights(queries=-1)[..., [0, 2]].any()
+
+
+def grouped_net() -> tuple[Any, dict[str, Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+        pad_token_id=0,
+        eos_token_id=49,
+    )
+    ids = torch.tensor([[0, 0, 3, 44, 9], [8, 8, 41, 2, 33]])
+    prompt = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    return transformers.LlamaForCausalLM(config).eval(), prompt
+
+
+def test_one_query_of_grouped_heads_in_generate() -> None:
+    # The kernel receives the heads of a group as queries there.
+    net, prompt = grouped_net()
+    given: list[Tensor] = []
+    knockout = Knockout(-1, 3, heads=[2])
+    options = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False}
+    logits = []
+    for kernel in ("sdpa", "eager"):
+        net.set_attn_implementation(kernel)
+        rnet = Recorder(net, input_data=prompt)
+        rnet.record("*.self_attn", attention=True)
+        with rnet.watch(activation_postproc={"*.self_attn": knockout}) as passes:
+            found = net.generate(
+                **prompt, **options, return_dict_in_generate=True, output_logits=True
+            )
+        logits.append(torch.stack(found.logits))
+        given.append(next(iter(passes.attention[1].values())).weights())
+        assert given[-1].shape == (2, 4, 1, 6)
+        assert ((given[-1][:, :, 0, 3] == 0) == torch.tensor([False, False, True, False])).all()
+    torch.testing.assert_close(*given)
+    torch.testing.assert_close(*logits)
