@@ -14,6 +14,7 @@ begins paused: the last hook before the forward resumes it, and the first behind
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -60,6 +61,9 @@ class _OwnCode(LibraryMode):
         # Whether inputs are looked at, and whether post-processors may change something.
         self._sees_inputs = sees_inputs
         self._changes = changes
+        # In a pass that has to learn, or where there was a compiled function before: it takes long.
+        may_be_compiled = log is None or hooks.calls_compiled
+        self._looks_around = may_be_compiled and private.DYNAMO in sys.modules
         self.is_paused = True
 
     def __torch_function__(
@@ -74,7 +78,7 @@ class _OwnCode(LibraryMode):
         if is_compiling() or self.is_paused:
             return func(*args, **kwargs)
         hook = self._hooks[func]
-        if hook is None:
+        if hook is None or (self._looks_around and self._is_compiled()):
             return func(*args, **kwargs)
         if self._sees_inputs:
             return self._take(hook, func, args, kwargs)
@@ -89,6 +93,12 @@ class _OwnCode(LibraryMode):
         if returns_tensors(output):
             hook.after(None, args, output)
         return output
+
+    def _is_compiled(self) -> bool:
+        """Whether a function that others have compiled runs, of which no operation is listed."""
+        found = private.is_in_compiled_function((AroundCode.run.__code__,))
+        self._hooks.calls_compiled |= found
+        return found
 
     def _take(self, hook: FunctionHook, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function with its hook before and behind it."""
@@ -136,7 +146,8 @@ class _Before:
 
     def place_of(self, output: Tensor) -> Tensor:
         """Return the code's own tensor, into which what was returned belongs."""
-        return self._places.get(id(output), output)
+        place: Tensor = self._places.get(id(output), output)
+        return place
 
 
 def _write(changed: Any, output: Tensor, function: str) -> None:
@@ -178,6 +189,8 @@ class _Functions(dict[Any, "FunctionHook | None"]):
     def __init__(self, hooks: Mapping[str, FunctionHook]) -> None:
         super().__init__()
         self._by_name = hooks
+        # Whether the own code has called a function that others have compiled.
+        self.calls_compiled = False
 
     def __missing__(self, function: Any) -> FunctionHook | None:
         found = self[function] = self._by_name.get(function_name(function))

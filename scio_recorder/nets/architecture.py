@@ -454,7 +454,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
             may be globs; without anything before the slash it is of the root.
         """
         if not isinstance(key, str):
-            return [self.operations[key].label] if key in self.operations else []
+            found = self.operations.get(key)  # type: ignore[call-overload]  # any tuple of four
+            return [] if found is None else [found.label]
         layer, _, function = key.rpartition("/")
         function, _, index = function.partition(":")
         own = self._layers_at(layer)

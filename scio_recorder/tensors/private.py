@@ -23,9 +23,9 @@ import platform
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -493,6 +493,19 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
 def allows_mutation() -> bool:
     """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors`` is around the caller."""
     return bool(torch.autograd.graph._allow_mutation_on_saved_tensors_enabled)
+
+
+def is_in_compiled_function(outermost: Collection[CodeType] = ()) -> bool:
+    """Whether what ``torch.compile`` has made calls the caller, inside any of some functions."""
+    compiler = sys.modules.get(DYNAMO)
+    made = getattr(compiler, "OptimizeContext", ())
+    frame = inspect.currentframe() if made else None
+    while frame is not None and frame.f_code not in outermost:
+        is_wrapper = frame.f_code.co_filename == getattr(compiler, "__file__", None)
+        if is_wrapper and isinstance(frame.f_locals.get("self"), made):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @needs("torch._C._len_torch_function_stack", "recording operations")

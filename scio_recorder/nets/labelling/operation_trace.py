@@ -76,6 +76,9 @@ class OperationTrace(CallTrace):
         row = self._current[-1] if self._current else None
         if row is None or not returns_tensors(output):
             return
+        if private.is_in_compiled_function():
+            # It runs uncompiled while the network is labelled, and nothing is seen of it later.
+            return
         name = function_name(function)
         index = self._counted.get((id(row), name), 0)
         self._counted[id(row), name] = index + 1
