@@ -144,7 +144,7 @@ class _Before:
             return is_in_place or not same_bits(before, output)
         return before is not None and before != version_of(output)
 
-    def place_of(self, output: Tensor) -> Tensor:
+    def place_of(self, output: Tensor) -> Any:
         """Return the code's own tensor, into which what was returned belongs."""
         place: Tensor = self._places.get(id(output), output)
         return place

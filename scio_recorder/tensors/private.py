@@ -23,7 +23,7 @@ import platform
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -323,19 +323,19 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def restoring_hooks(tensor: Tensor) -> Callable[[], None]:
-    """Return a function that sets the hooks on a leaf's gradient to what they are now."""
+def restoring_hooks(leaves: Sequence[Tensor]) -> Callable[[], None]:
+    """Return a function that sets the hooks on the gradients of leaves to what they are now."""
     names = "_backward_hooks", "_post_accumulate_grad_hooks"
-    given = [(name, getattr(tensor, name, None)) for name in names]
-    noted = [(name, hooks, {**(hooks or {})}) for name, hooks in given]
+    given = [(leaf, name, getattr(leaf, name)) for leaf in leaves for name in names]
+    noted = [(*one, {**one[2]} if one[2] else {}) for one in given]
 
     def put_back() -> None:
-        for name, hooks, entries in noted:
+        for leaf, name, hooks, entries in noted:
             if hooks is not None and hooks != entries:
                 hooks.clear()
                 hooks.update(entries)
-            if getattr(tensor, name, None) is not hooks:
-                setattr(tensor, name, hooks)
+            if getattr(leaf, name) is not hooks:
+                setattr(leaf, name, hooks)
 
     return put_back
 

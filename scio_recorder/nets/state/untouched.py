@@ -409,8 +409,7 @@ class NetState:
         # FSDP1 keeps views beside its parameters, which can't be asked after a backward pass.
         asked = [] if only_buffers else tensors
         self.leaves = parameters + [one for one in asked if one.is_leaf and one.requires_grad]
-        given_hooks = [] if only_buffers else self.leaves
-        self._put_back_gradient_hooks = [*map(private.restoring_hooks, given_hooks)]
+        self._restore_gradient_hooks = private.restoring_hooks([] if only_buffers else self.leaves)
         buffers = {id(one) for module in modules for one in module.buffers(recurse=False)}
         if only_buffers:
             tensors = [one for one in tensors if id(one) in buffers]
@@ -454,8 +453,7 @@ class NetState:
         is_same = not thorough and self._marks == _marks_of(self._weights)
         is_same = is_same and same_samples(self._samples, joined(self._sampled))
         self._put_back_tensors([*self._tensors, *(() if is_same else self._weights)])
-        for put_back_hooks in self._put_back_gradient_hooks:
-            put_back_hooks()
+        self._restore_gradient_hooks()
         if self._random is not None:
             restore_random(self._random)
 
