@@ -112,7 +112,8 @@ def _with_tensors(activations: LayerMapping[Any]) -> list[RowIdx]:
 
 
 def _names(architecture: Architecture, labels: list[RowIdx]) -> dict[RowIdx, str]:
-    calls = Counter(row.name or row.type_name for row in architecture.values())
+    rows = *architecture.values(), *architecture.operations.values()
+    calls = Counter(row.name or row.type_name for row in rows)
     names = {row.label: row.name or row.type_name for row in map(architecture.__getitem__, labels)}
     return {
         label: name if calls[name] == 1 else f"{name}_{text_of(label)}"

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError, caught_as
-from scio_recorder.layer import RowIdx, TensorSpec, text_of
+from scio_recorder.layer import Operation, RowIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.buffers import Column, DeviceBuffer, HostBuffer, wait_for
 from scio_recorder.stores.disk_format.description import (
@@ -415,6 +415,11 @@ def check_shards(architecture: Architecture, settings: dict[str, Any], store: An
     place = None if store.is_part else (store.rank, store.world_size)
     for layer in layers:
         shard, name = layer.shard, str(layer.label)
+        if isinstance(layer, Operation) and architecture.num_sharing > 1:
+            raise CollectError(
+                f"{layer} is inside a net whose layers are spread over processes, so it can't be "
+                "known which part of its output this one has: record layers"
+            )
         if shard is None:
             continue
         changed = name in settings["transforms"] or name in settings["reductions"]

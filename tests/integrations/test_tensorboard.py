@@ -188,3 +188,17 @@ def test_the_record_stays_as_it_is(rnet: Recorder, tmp_path: Path) -> None:
     write(tmp_path, rnet.activations)
     assert torch.equal(rnet.activations["stem"], before)
     assert rnet.activations["stem"].requires_grad
+
+
+def test_operations_have_their_own_names(tmp_path):
+    rnet = Recorder(Net().eval(), input_size=(2, 3, 4))
+    rnet.record("stem/linear", "act/relu")
+    x = torch.randn(2, 3, 4)
+    rnet(x)
+    events = write(tmp_path, rnet.activations)
+    tags = {tag for tag in events.Tags()["scalars"] if tag.endswith("stem/linear:0")}
+    (mean,) = [tag for tag in tags if "mean" in tag]
+    (found,) = events.Scalars(mean)
+    assert found.value == pytest.approx(rnet.net.stem(x).double().mean().item(), rel=1e-6)
+    # The module is called twice, so labels distinguish its operations.
+    assert any(tag.endswith("act/relu:0_1-2/relu:0") for tag in events.Tags()["scalars"])
