@@ -723,7 +723,7 @@ def no_such_name(name: str, names: Iterable[str]) -> str:
 
 def no_such_operation(key: Any, architecture: Architecture) -> str:
     """Return a sentence: no operation is known by a key, and which ones are near."""
-    text = key if isinstance(key, str) else "/".join(map(str, (text_of(key[:2]), *key[2:])))
+    text = key if isinstance(key, str) else text_of(OperationIdx(*key))
     layer, _, function = text.rpartition("/")
     inside = architecture.operations_of(f"{layer}/*")
     if inside:
