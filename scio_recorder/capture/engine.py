@@ -24,6 +24,7 @@ from scio_recorder.errors import PostprocessorError, RecorderError, UnsupportedN
 from scio_recorder.layer import Layer, RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention_calls import AttentionRecords
+from scio_recorder.nets.operations import unseen
 from scio_recorder.nets.records import Inputs, Records
 from scio_recorder.nets.sharded import Shards, is_sharded
 from scio_recorder.nets.state.moment import LiveMoment
@@ -278,7 +279,7 @@ class Capture:
                 if stop.owner is not current:
                     raise
             local.active, local.log = outer, outer_log
-            self._finish(current)
+            unseen(self._finish, current)
             RUNNING.pop(id(current), None)
         except BaseException as error:
             # An interruption can come anywhere, even before the pass has begun to run.

@@ -1,0 +1,466 @@
+"""Operations in all the circumstances in which layers are recorded, composed by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from scio_recorder import FlowError, LayerNotFoundError, PostprocessorError, Recorder
+from scio_recorder.postprocessors import OnInput
+from tests.harness import attribute_names, hook_state, one_process
+from tests.oracle import same_bits
+from tests.zoo.base import Net
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.linear(x)) + x
+
+
+class Body(nn.Module):
+    """A block, run again in the backward pass or not, as a module or as a function."""
+
+    def __init__(self, reentrant: bool | None = None, *, is_module: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.last = Block(), nn.Linear(4, 2)
+        self.reentrant, self.is_module = reentrant, is_module
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x * 1
+        function = self.block if self.is_module else lambda y: self.block.forward(y)
+        if self.reentrant is None:
+            hidden = function(hidden)
+        else:
+            hidden = checkpoint(function, hidden, use_reentrant=self.reentrant)
+        return self.last(hidden.tanh())  # type: ignore[no-any-return]
+
+
+def wrap(net: nn.Module, *selectors: Any, **options: Any) -> Recorder:
+    rnet = Recorder(net, input_data=X, verbose=0)
+    rnet.record(*(selectors or ("*/*",)), **options)
+    return rnet
+
+
+def gelu_by_hand(net: Any, x: Tensor = X) -> Tensor:
+    return nn.functional.gelu(net.block.linear(x * 1))
+
+
+def assert_true(rnet: Recorder, net: Any, x: Tensor = X) -> None:
+    hidden = gelu_by_hand(net, x)
+    assert same_bits(rnet.activations["block/gelu"], hidden)
+    assert same_bits(rnet.activations["block/add"], hidden + x * 1)
+    assert same_bits(rnet.activations["/tanh"], (hidden + x * 1).tanh())
+
+
+def double(value: Tensor) -> Tensor:
+    return value * 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("post", [double, OnInput(double)])
+@pytest.mark.parametrize("function", ["gelu", "add"])
+def test_checkpointed_modules_run_again_as_they_ran(
+    reentrant: bool, post: Callable[..., Any], function: str
+) -> None:
+    found = []
+    for net in (Body(reentrant), Body()):
+        rnet = wrap(net, "*/*", inputs=True, gradients=True)
+        rnet(X.clone().requires_grad_(), activation_postproc={f"block/{function}": post})
+        outputs = rnet(X.clone().requires_grad_(), activation_postproc={f"block/{function}": post})
+        before = {at: value.clone() for at, value in rnet.activations.items()}
+        outputs.square().sum().backward()
+        assert all(map(same_bits, rnet.activations.values(), before.values()))
+        gradients = [parameter.grad for parameter in net.parameters()]
+        found.append((outputs, *before.values(), *gradients, *rnet.gradients.values()))
+    assert len(found[0]) == len(found[1]) > 15
+    assert all(map(same_bits, *found))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_functions_are_recorded_and_not_changed(reentrant: bool) -> None:
+    net = Body(reentrant, is_module=False)
+    rnet = wrap(net)
+    for _ in range(2):
+        rnet(X.clone().requires_grad_()).sum().backward()
+        assert same_bits(rnet.activations["/gelu"], gelu_by_hand(net))
+    for post in (double, OnInput(double)):
+        with pytest.raises(PostprocessorError, match="checkpointed function that is no module"):
+            rnet(X.clone().requires_grad_(), activation_postproc={"/gelu": post})
+    rnet(X.clone().requires_grad_(), activation_postproc={"/mul": double})
+
+
+def test_threads_have_passes_of_their_own() -> None:
+    net = Body()
+    rnet, wrong = wrap(net), []
+
+    def run(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(15):
+            x = torch.randn(3, 4, generator=generator)
+            with torch.no_grad():
+                rnet(x)
+                if not same_bits(rnet.activations["block/gelu"], gelu_by_hand(net, x)):
+                    wrong.append(seed)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_own_code_in_a_worker_thread_is_not_seen() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        if not net.is_threaded:
+            return net.block(x)  # type: ignore[no-any-return]
+        thread = threading.Thread(target=lambda: found.append(net.block(x)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    net = Net(forward, block=Block())
+    net.is_threaded = False  # type: ignore[assignment]
+    rnet = Recorder(net, input_data=X, verbose=0, force_static_flow=False)
+    rnet.record("block/*")
+    net.is_threaded = True  # type: ignore[assignment]
+    with pytest.raises(FlowError, match="another thread called"):
+        rnet(X)
+
+
+def test_recorders_do_not_see_each_other() -> None:
+    net = Body()
+    first, second = wrap(net, inputs=True), wrap(net, "*/*", "*", inputs=True, gradients=True)
+    inner = Recorder(net.block, input_data=X, verbose=0)
+    inner.record("/gelu", "/add", inputs=True)
+    for one, other in ((first, second), (second, first)):
+        with other.watch() as passes, inner.watch() as inner_passes:
+            for _ in range(2):
+                one(X.clone().requires_grad_()).sum().backward()
+        assert_true(one, net)
+        for kept in passes:
+            assert same_bits(kept["block/gelu"], gelu_by_hand(net))
+        for kept in inner_passes:
+            assert same_bits(kept["/gelu"], gelu_by_hand(net))
+    outer = Recorder(nn.Sequential(first, nn.ReLU()), input_data=X, verbose=0)
+    outer.record("*/*")
+    names = {row.function for row in outer.operations().values()}
+    assert names == {"mul", "linear", "gelu", "add", "tanh", "relu"}
+    for _ in range(2):
+        outer(X)
+        assert same_bits(outer.activations["0._net.block/gelu"], gelu_by_hand(net))
+        assert_true(first, net)
+
+
+def test_hooks_of_others_are_no_own_code() -> None:
+    net = Body()
+    net.block.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    net.block.register_forward_hook(lambda module, args, output: output.add(1))
+    rnet = wrap(net, "block/*", inputs=True)
+    net.block.register_forward_pre_hook(lambda module, args: (args[0].add(2),))
+    net.block.register_forward_hook(lambda module, args, output: output + 2)
+    net.block.linear.register_forward_hook(lambda module, args, output: output.add(3))
+    assert [at.function for at in rnet.operations("block")] == ["gelu", "add"]
+    for _ in range(2):
+        rnet(X)
+        x = (X * 1 + 1).add(2)
+        hidden = nn.functional.gelu(nn.functional.linear(x, *net.block.linear.parameters()).add(3))
+        assert same_bits(rnet.activations["block/gelu"], hidden)
+        assert same_bits(rnet.activations["block/add"], hidden + x)
+
+
+class Counting(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_other_modes_around_and_inside() -> None:
+    mode = Counting()
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = x + 1
+        with torch.device("cpu"), mode:
+            hidden = net.block(torch.ones(3, 4) * x)
+            hidden = hidden.sin()
+        return hidden - torch.zeros(4)
+
+    net = Net(forward, block=Block())
+    rnet = wrap(net)
+    functions = [at.function for at in rnet.operations()]
+    assert functions == ["add", "ones", "mul", "linear", "gelu", "add", "sin", "zeros", "sub"]
+    for around in (contextlib.nullcontext, lambda: torch.device("cpu"), Dispatching, Counting):
+        for _ in range(2):
+            mode.seen.clear()
+            with around():
+                rnet(X)
+            count = torch._C._len_torch_function_stack()
+            assert count == 0
+            called = [name for name in mode.seen if name in functions]
+            assert called == ["ones", "mul", "linear", "gelu", "add", "sin"]
+            assert same_bits(rnet.activations["/sin"], net.block(torch.ones(3, 4) * (X + 1)).sin())
+    torch.use_deterministic_algorithms(True)
+    try:
+        rnet(X)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert same_bits(rnet.activations["/sin"], net.block(torch.ones(3, 4) * (X + 1)).sin())
+
+
+def test_a_default_device_does_not_reach_copies() -> None:
+    net = Body()
+    rnet = wrap(net)
+    torch.set_default_device("meta")
+    try:
+        for _ in range(2):
+            rnet(X)
+    finally:
+        torch.set_default_device(None)
+    assert_true(rnet, net)
+
+
+class Tagged(Tensor):
+    pass
+
+
+def test_tensors_of_other_classes() -> None:
+    net = Body()
+    rnet = wrap(net)
+    for _ in range(2):
+        rnet(X.clone().as_subclass(Tagged))
+        assert type(rnet.activations["block/gelu"]) is Tagged
+        assert same_bits(rnet.activations["block/gelu"].as_subclass(Tensor), gelu_by_hand(net))
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        rnet(fake.from_tensor(X))
+        assert type(rnet.activations["block/gelu"]).__name__ == "FakeTensor"
+    rnet(X)
+    assert_true(rnet, net)
+
+
+def test_distributed_tensors_and_shards() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    with one_process():
+        mesh = init_device_mesh("cpu", (1,))
+        net, plain = Body(), Body()
+        rnet = wrap(net, inputs=True)
+        distribute_module(net, mesh)
+        for _ in range(2):
+            rnet(distribute_tensor(X, mesh, [Shard(0)]))
+            found: Any = rnet.activations["block/gelu"]
+            assert same_bits(found.full_tensor(), gelu_by_hand(plain))
+        net = Body()
+        before = wrap(net)
+        fully_shard(net.block, mesh=mesh)  # type: ignore[call-overload]
+        fully_shard(net, mesh=mesh)  # type: ignore[call-overload]
+        for rnet in (before, wrap(net)):
+            for _ in range(2):
+                rnet(X).sum().backward()
+                assert_true(rnet, plain)
+
+
+def test_what_is_made_inside_a_forward_and_other_ways_to_forward() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        made = nn.GELU()(x) + sum(part * 2 for part in net.parts(x))
+        try:
+            net.failing(made)
+        except ValueError:
+            made = made + 7
+        return made
+
+    def failing(net: Any, x: Tensor) -> Tensor:
+        x * 3
+        raise ValueError
+
+    def parts(net: Any, x: Tensor) -> Any:
+        for number in range(2):
+            yield x + number
+
+    net = Net(forward, failing=Net(failing), parts=Net(parts))
+    rnet = wrap(net, "*/*", inputs=True, gradients=True)
+    # The code of a generator runs between its module's calls.
+    functions = [at.function for at in rnet.operations("")]
+    assert functions == ["gelu", "add", "mul", "add", "add", "mul", "add", "add", "add"]
+    for _ in range(2):
+        output = rnet(X.clone().requires_grad_())
+        output.sum().backward()
+        expected = nn.functional.gelu(X) + (0 + (X + 0) * 2 + (X + 1) * 2)
+        assert same_bits(rnet.activations["/add:4"], expected)
+        assert same_bits(rnet.activations["/add:5"], expected + 7)
+    old = Body()
+    plain = old.block.forward
+    old.block.forward = lambda x: plain(x + 1).mul(2)  # type: ignore[method-assign]
+    rnet = wrap(old)
+    rnet(X)
+    assert same_bits(rnet.activations["block/mul"], old.block(X * 1))
+
+
+def test_a_pass_that_fails_leaves_nothing() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.block(x)
+        if net.error is not None:
+            raise net.error
+        return hidden + 1  # type: ignore[no-any-return]
+
+    net = Net(forward, block=Block(), error=None)
+    before = hook_state(net), attribute_names(net)
+    rnet = wrap(net)
+    with torch.device("cpu"):
+        count = torch._C._len_torch_function_stack()
+        for error in (KeyboardInterrupt(), ValueError()):
+            rnet(X)
+            net.error = error
+            with pytest.raises(type(error)):
+                rnet(X)
+            net.error = None
+            assert torch._C._len_torch_function_stack() == count
+            assert (hook_state(net), attribute_names(net)) == before
+            assert not rnet.activations
+            assert vars(net.block).get("_compiled_call_impl") is None
+        rnet(X)
+    assert same_bits(rnet.activations["block/add"], net.block(X))
+    rnet.remove()
+    assert (hook_state(net), attribute_names(net)) == before
+    assert all(vars(module).get("_compiled_call_impl") is None for module in net.modules())
+    rnet.record("*/*")
+    rnet(X)
+    held = weakref.ref(rnet.activations["block/gelu"])
+    # The error's traceback holds frames of the pass that failed.
+    del rnet, error
+    gc.collect()
+    assert held() is None
+    assert (hook_state(net), attribute_names(net)) == before
+
+
+def test_copies_and_files() -> None:
+    net = Body()
+    rnet = wrap(net, "*/*", "last", inputs=True)
+    rnet(X)
+    stored = io.BytesIO()
+    torch.save(rnet, stored)
+    stored.seek(0)
+    copies = [
+        copy.deepcopy(rnet),
+        pickle.loads(pickle.dumps(rnet)),
+        torch.load(stored, weights_only=False),
+    ]
+    for other in copies:
+        assert other.recording == rnet.recording
+        assert [str(at) for at in other.operations()] == [str(at) for at in rnet.operations()]
+        other(X)
+        assert_true(other, other.net)
+        other.record("block/gelu:0")
+        other(X)
+        assert len(other.activations) == 1
+    for bare in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), copy.copy(net)):
+        assert same_bits(bare(X), net(X))
+        if not isinstance(bare, Recorder) and bare.block is not net.block:
+            assert not any(hooks for hooks in hook_state(bare).values())
+    assert_true(rnet, net)
+    records = pickle.loads(pickle.dumps(dict(rnet.activations)))
+    assert list(records) == list(rnet.activations)
+
+
+def test_copy_of_a_recorder_that_has_listed_nothing_says_so() -> None:
+    rnet = copy.deepcopy(Recorder(Body(), input_data=X, verbose=0))
+    rnet.record("block")
+    with pytest.raises(Exception, match="no longer has the inputs"):
+        rnet.operations()
+
+
+def test_options_of_record() -> None:
+    net = Body()
+    for options in ({"offload": True}, {"copy": "always"}, {"copy": "never"}):
+        rnet = wrap(net, inputs=True, **options)
+        for _ in range(2):
+            rnet(X)
+            assert_true(rnet, net)
+            assert same_bits(rnet.inputs["block/gelu"].args[0], net.block.linear(X * 1))
+    rnet = wrap(net, "block/gelu", "/mul")
+    ran: list[int] = []
+    net.last.register_forward_hook(lambda *call: ran.append(1))
+    records = rnet.extract(X)
+    assert not ran
+    assert same_bits(records["block/gelu"], gelu_by_hand(net))
+    with rnet.watch() as passes:
+        net(X)
+    assert same_bits(passes[0]["block/gelu"], gelu_by_hand(net))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_functions_that_others_compiled_are_left_alone(backend: str) -> None:
+    compiled = torch.compile(lambda y: nn.functional.gelu(y) * 2 + 1, backend=backend)
+    net = Net(lambda net, x: compiled(net.first(x) + 1).sub(3), first=nn.Linear(4, 4))
+    rnet = wrap(net)
+    assert [at.function for at in rnet.operations()] == ["linear", "add", "sub"]
+    with torch.no_grad():
+        bare = net(X)
+        for _ in range(3):
+            assert same_bits(rnet(X), bare)
+            assert same_bits(rnet.activations["/sub"], bare)
+            assert same_bits(rnet.activations["/add"], net.first(X) + 1)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_recorders_record_layers_and_say_so_of_operations() -> None:
+    net = Body().eval()
+    rnet = wrap(net, "block/*", "block", "last")
+    rnet.compile(backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert same_bits(rnet(X), net(X))
+        assert same_bits(rnet.activations["block"], net.block(X * 1))
+        for key in ("block/gelu", "block/gelu:0", (1, 1, "gelu", 0)):
+            with pytest.raises(LayerNotFoundError, match="the pass was compiled"):
+                rnet.activations[key]
+        with pytest.raises(Exception, match="can't act on an operation in a compiled pass"):
+            rnet(X, activation_postproc={"block/gelu:0": double})
+        rnet(X, activation_postproc={"last": double})
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_own_code_of_a_compiled_module_is_an_error() -> None:
+    net = Body().eval()
+    rnet = wrap(net, "block/*")
+    net.block.compile(backend="eager")
+    with torch.no_grad(), pytest.raises(FlowError, match=r"block/gelu:0 .* 0 now"):
+        rnet(X)
+    rnet.record("/tanh")
+    with torch.no_grad():
+        rnet(X)
+        assert same_bits(rnet.activations["/tanh"], net.block(X * 1).tanh())
