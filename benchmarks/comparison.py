@@ -1,12 +1,13 @@
 """The values that recorders return, compared with the modules' outputs: right, wrong or refused.
 
 Run ``python benchmarks/comparison.py``. Every recorder is used as its documentation shows, without
-an extra copy. The right values come from a bare network with one hook that clones at once. "Wrong"
-is a value that differs, returned without an error; "refused" is an exception, by its name; "to
-rounding" is a value that differs by no more than rounding. The last row is time, with one layer of
-48 recorded, set up once if the interface allows it: the median of 50 passes, compared with bare
-passes in turn. torchextractor, captum, nnsight, torchlens and transformer-lens are in no extra:
-install those that you want to compare.
+an extra copy. The right values come from a bare network with one hook that clones at once, those of
+an operation from a function mode that does. "Wrong" is a value that differs, returned without an
+error; "refused" is an exception, by its name; "to rounding" is a value that differs by no more than
+rounding; "modules only" is a library that names no operations in code as it is. The last rows are
+time, with one layer or one operation of 48 recorded, set up once if the interface allows it: the
+median of 50 passes, compared with bare passes in turn. torchextractor, captum, nnsight, torchlens
+and transformer-lens are in no extra: install those that you want to compare.
 
 TransformerLens records GPT-2 through its `TransformerBridge`, which computes attention with code of
 its own. In other networks it records values that pass its `HookPoint`s: one is put behind the
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from scio_recorder import Recorder
 
@@ -43,6 +45,8 @@ class Case:
     kwargs: dict[str, Any] = field(default_factory=dict)
     # The measured pass comes after one with these inputs, if there are any.
     first: tuple[Any, ...] | None = None
+    # The function whose output is recorded, if it is not the module's.
+    operation: str = ""
 
 
 class InPlace(nn.Module):
@@ -62,6 +66,17 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.block(x)
+        y += x
+        return y
+
+
+class Inside(nn.Module):
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(x))
         y += x
         return y
 
@@ -133,13 +148,20 @@ def cases() -> list[Case]:
         ),
         Case("a tuple: GPT-2's attention", gpt2(), "h.1.attn", (), {"input_ids": ids}),
         Case("a layer that this pass skipped", Skipping(), "layer", (x, True), {}, (x, False)),
+        Case(
+            "an operation inside a forward, before an in-place one",
+            nn.Sequential(Inside()),
+            "0",
+            (x,),
+            operation="tanh",
+        ),
     ]
 
 
 def ours(net: nn.Module, case: Case) -> Callable[[], Any]:
     example = case.kwargs or list(case.first or case.args)
     rnet = Recorder(net, input_data=example, force_static_flow=case.first is None)
-    rnet.record(case.name)
+    rnet.record(f"{case.name}/{case.operation}" if case.operation else case.name)
     label = rnet.recording[0]
     if case.first:
         rnet(*case.first)
@@ -172,10 +194,11 @@ def nnsight(net: nn.Module, case: Case) -> Callable[[], Any]:
     from nnsight import NNsight
 
     peer = NNsight(net)
+    name = f"{case.name}.source.torch_{case.operation}_0" if case.operation else case.name
 
     def run() -> Any:
         with peer.trace(*case.args, **case.kwargs):
-            output = operator.attrgetter(case.name)(peer).output.save()
+            output = operator.attrgetter(name)(peer).output.save()
         return output  # noqa: RET504 - nnsight reads the source of its block
 
     return run
@@ -186,6 +209,10 @@ def torchlens(net: nn.Module, case: Case) -> Callable[[], Any]:
 
     def run() -> Any:
         trace = peer.trace(net, case.args or None, case.kwargs or None)
+        if case.operation:
+            within = (f"{case.name}:1",)
+            own = [one for one in trace.layer_list if one.modules == within]
+            return [one.out for one in own if one.func_name == case.operation]
         call = trace.modules[case.name].calls[0]
         # They come in the order of computing: weights of an attention before its output.
         return sorted(call.outs, key=Tensor.dim)
@@ -252,9 +279,33 @@ PEERS: dict[str, Record] = {
 }
 
 
+# They name modules, or points that somebody has put into the code.
+MODULES_ONLY = (torchextractor, captum, transformer_lens)
+
+
+class Cloning(TorchFunctionMode):
+    """Keeps copies of what a function returns."""
+
+    def __init__(self, name: str, kept: list[list[Tensor]]) -> None:
+        super().__init__()
+        self.name, self.kept = name, kept
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == self.name:
+            self.kept.append([output.clone()])
+        return output
+
+
 def expected(case: Case) -> list[Tensor]:
-    """Return the tensors that the module returned at its first call, cloned on the spot."""
-    net, kept = copy.deepcopy(case.net).eval(), []
+    """Return the tensors that the first call of the module or function returned, cloned at once."""
+    net, kept = copy.deepcopy(case.net).eval(), list[list[Tensor]]()
+    if case.operation:
+        with Cloning(case.operation, kept):
+            net(*case.args, **case.kwargs)
+        return kept[0]
     module = net.get_submodule(case.name)
     module.register_forward_hook(lambda *call: kept.append([t.clone() for t in found(call[2])]))
     net(*case.args, **case.kwargs)
@@ -272,6 +323,8 @@ def found(value: Any) -> list[Tensor]:
 
 def verdict(record: Record, case: Case) -> str:
     net = copy.deepcopy(case.net).eval()
+    if case.operation and record in MODULES_ONLY:
+        return "modules only"
     try:
         got = found(record(net, case)())
     except ImportError:
@@ -296,12 +349,17 @@ def main() -> None:
         for case in cases():
             row = [verdict(record, case) for record in PEERS.values()]
             print(f"| {case.title} |", " | ".join(row), "|")
-        print("| time of a pass / bare |", " | ".join(map(slowdown, PEERS.values())), "|")
+        for title, operation in (("", ""), (", an operation", "tanh")):
+            row = [slowdown(record, operation) for record in PEERS.values()]
+            print(f"| time of a pass / bare{title} |", " | ".join(row), "|")
 
 
-def slowdown(record: Record) -> str:
-    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(48))).eval()
-    case = Case("", net, "20", (torch.randn(64, 256),))
+def slowdown(record: Record, operation: str = "") -> str:
+    block = Inside if operation else lambda size: nn.Linear(size, size)
+    net = nn.Sequential(*(block(256) for _ in range(48))).eval()
+    case = Case("", net, "20", (torch.randn(64, 256),), operation=operation)
+    if operation and record in MODULES_ONLY:
+        return ""
     try:
         run = record(copy.deepcopy(net), case)
         run()

@@ -40,6 +40,10 @@ def test_references_alone_are_found_wrong(comparison: ModuleType) -> None:
         return run
 
     with torch.no_grad():
-        verdicts = [comparison.verdict(by_reference, case) for case in comparison.cases()]
+        verdicts = [
+            comparison.verdict(by_reference, case)
+            for case in comparison.cases()
+            if not case.operation
+        ]
     assert verdicts.count("**wrong**") == 3
     assert verdicts.count("right") == 3
