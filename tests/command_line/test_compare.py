@@ -105,6 +105,8 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*NETS, *DATA, "--floor", "compare_nets:changed"]) == 1
     (warning,) = capsys.readouterr().err.splitlines()
     assert warning.startswith("scio-recorder: warning: --floor is ignored")
+    assert main([*NETS, *DATA, "--operations"]) == 1
+    assert "In the candidate, the operation linear:0 made it at" in capsys.readouterr().out
     assert main([*NETS, *DATA, "--report", "page.html"]) == 1
     assert "wrote page.html" in capsys.readouterr().out
     assert "First difference: 1-4" in Path("page.html").read_text(encoding="utf-8")
