@@ -103,9 +103,37 @@ def write_texts(app: Sphinx, exception: Exception | None) -> None:
     (site / "_static" / "page_texts.js").write_text(f"PAGE_TEXTS = {json.dumps(texts)};")
 
 
+def write_index_for_models(app: Sphinx, exception: Exception | None) -> None:
+    """Write ``llms.txt``, the index of all pages as language models read it (llmstxt.org)."""
+    if exception or app.builder.name != "html":
+        return
+    lines = ["# scio-recorder", "", f"> {_first_words(app, 'index')}"]
+    for part in app.env.toctree_includes["index"]:
+        if part.endswith("/index"):
+            lines += ["", f"## {app.env.titles[part].astext()}", ""]
+        lines += [
+            f"- [{app.env.titles[page].astext()}]({page}.html): {_first_words(app, page)}"
+            for page in _pages_below(app, part)
+        ]
+    (Path(app.outdir) / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _pages_below(app: Sphinx, page: str) -> list[str]:
+    below = app.env.toctree_includes.get(page, [])
+    return [page, *(deeper for one in below for deeper in _pages_below(app, one))]
+
+
+def _first_words(app: Sphinx, page: str) -> str:
+    """Return the first paragraph of a page, without what follows its first sentence."""
+    found = app.env.get_doctree(page).findall(nodes.paragraph)
+    text = " ".join(next((one.astext() for one in found), "").split())
+    return re.split(r"(?<=[.?!:]) (?=[A-Z`])", text)[0]
+
+
 def setup(app: Sphinx) -> None:
     """Write MathML: MathJax, Sphinx's own choice, would be fetched from another host."""
     app.connect("source-read", link_copies)
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("build-finished", write_texts)
+    app.connect("build-finished", write_index_for_models)
     app.add_html_math_renderer("mathml", (visit_math("inline"), None), (visit_math("block"), None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from sphinx.search.en import SearchEnglish
 from sphinx.util.inventory import InventoryFile
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,8 @@ def test_the_site(tmp_path: Path) -> None:
     nothing_is_fetched_from_another_host(site)
     formulas_need_no_script(site)
     search_knows_what_pages_say(site)
+    search_finds_what_people_look_for(site)
+    the_index_for_models_names_every_page(site)
 
 
 def built(folder: Path) -> Path:
@@ -161,3 +165,23 @@ def search_knows_what_pages_say(site: Path) -> None:
     assert not [page for page, text in texts.items() if "<p>" in text or "¶" in text]
     search = (site / "search.html").read_text(encoding="utf-8")
     assert "search_in_files.js" in search
+
+
+def search_finds_what_people_look_for(site: Path) -> None:
+    script = (site / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(script.removeprefix("Search.setIndex(").removesuffix(")"))
+    stem = SearchEnglish({}).stem
+    for words in ("attention", "logit lens", "TransformerLens", "nnsight", "hooks", "embedding"):
+        for word in words.lower().split():
+            assert {stem(word)} & (index["terms"].keys() | index["titleterms"].keys()), word
+    for words in ("logit lens", "TransformerLens", "hooks", "captum", "torchlens"):
+        assert any(words.lower() in title.lower() for title in index["alltitles"]), words
+
+
+def the_index_for_models_names_every_page(site: Path) -> None:
+    text = (site / "llms.txt").read_text(encoding="utf-8")
+    assert text.startswith("# scio-recorder\n\n> scio-recorder is a PyTorch library")
+    named = set(re.findall(r"^- \[.+\]\((.+)\): \S", text, re.MULTILINE))
+    pages = {page.relative_to(site).as_posix() for page in site.rglob("*.html")}
+    assert pages - named == {"index.html", "genindex.html", "search.html", "py-modindex.html"}
+    assert named <= pages
