@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from importlib.resources import files
+from itertools import accumulate
 from types import MappingProxyType
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -90,15 +92,17 @@ def with_operations(rows: Iterable[Layer], operations: Iterable[Operation]) -> l
     """Return rows and operations, each operation below its layer, behind what ran before it."""
     rows = list(rows)
     placed: list[tuple[int, float, Layer]] = [(at, -2.0, row) for at, row in enumerate(rows)]
+    at_of = {row.label: at for at, row in enumerate(rows)}
+    ended = sorted(
+        (row.completion, at) for at, row in enumerate(rows) if row.completion is not None
+    )
+    times = [time for time, _ in ended]
+    # The last row among those that had returned by then.
+    latest = [0, *accumulate((at for _, at in ended), max)]
     for one in operations:
-        ended = one.completion or 0.0
-        earlier = [
-            at
-            for at, row in enumerate(rows)
-            if row.label == one.layer.label
-            or (row.completion is not None and row.completion < ended)
-        ]
-        placed.append((max(earlier), ended, one))
+        time = one.completion or 0.0
+        place = max(at_of[one.layer.label], latest[bisect_left(times, time)])
+        placed.append((place, time, one))
     return [row for *_, row in sorted(placed, key=lambda one: one[:2])]
 
 
