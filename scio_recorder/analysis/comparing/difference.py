@@ -395,7 +395,7 @@ def _remark(found: Difference, one: LayerDifference) -> str:
 
 
 def _page(found: Difference, title: str | None) -> str:
-    rows = list(found.architecture.values())
+    rows = found._outline().rows
     facts = [
         ("Samples", f"{found.num_samples:,}"),
         ("Layers compared", f"{len(found):,} of {len(rows):,}"),
