@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -113,7 +114,12 @@ class _OwnCode(LibraryMode):
             return output
         changed = hook.after(None, args, output)
         changed = output if changed is None else changed
-        if before is None or not before.is_written(output, func):
+        if changed is not output and isinstance(kwargs.get("out"), tuple | list):
+            raise PostprocessorError(
+                f"{function_name(func)} writes to several tensors, and what the post-processor "
+                "gave can't be written there: change another operation"
+            )
+        if before is None or not before.is_written(output, _is_in_place(func, args, kwargs)):
             return changed
         place = before.place_of(output)
         if changed is not place:
@@ -121,11 +127,24 @@ class _OwnCode(LibraryMode):
         return place
 
 
+def _is_in_place(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function is asked to write to one of its arguments.
+
+    It may write what was there already, which nobody sees.
+    """
+    name = function_name(function)
+    if name.endswith("_") or name in _IN_PLACE or kwargs.get("out") is not None:
+        return True
+    try:
+        return bool(signature(function).bind(*args, **kwargs).arguments.get("inplace"))
+    except (TypeError, ValueError):
+        return False
+
+
 class _Before:
     """The tensors that a function is given, to tell whether it writes to the one it returns."""
 
     def __init__(self, given: Mapping[Any, Any], received: Mapping[Any, Any]) -> None:
-        self._has_place = received.get("out") is not None
         # The code's own tensors, by those that the function receives in their place.
         self._places = {id(received[key]): one for key, one in given.items() if key in received}
         # Tensors of inference mode have no version.
@@ -135,14 +154,14 @@ class _Before:
             if isinstance(one, Tensor)
         }
 
-    def is_written(self, output: Any, function: Any) -> bool:
+    def is_written(self, output: Any, is_in_place: bool) -> bool:
         """Whether the function has returned what it was given, and written to it."""
         before = self._versions.get(id(output))
+        if before is None or is_in_place:
+            return before is not None
         if isinstance(before, Tensor):
-            name = function_name(function)
-            is_in_place = name.endswith("_") or name in _IN_PLACE or self._has_place
-            return is_in_place or not same_bits(before, output)
-        return before is not None and before != version_of(output)
+            return not same_bits(before, output)
+        return before != version_of(output)
 
     def place_of(self, output: Tensor) -> Any:
         """Return the code's own tensor, into which what was returned belongs."""

@@ -207,6 +207,43 @@ def test_in_place_operation_whose_result_is_not_used_goes_on_changed() -> None:
         assert same_bits(mine, total(expected) + expected.square().sum(-1))
 
 
+@pytest.mark.parametrize("context", ["no_grad", "inference"])
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("relu", lambda h: nn.functional.relu(h, True)),
+        ("dropout", lambda h: nn.functional.dropout(h, 0.5, False, inplace=True)),
+        ("resize_", lambda h: h.resize_(3, 4)),
+    ],
+)
+def test_an_operation_that_writes_what_was_there_is_changed_where_it_wrote(
+    name: str, function: Callable[[Tensor], Tensor], context: str
+) -> None:
+    def unused(h: Tensor) -> Tensor:
+        function(h)
+        return h
+
+    x = torch.randn(3, 4)
+    rnet = Recorder(Twice(unused).eval(), input_size=(3, 4), verbose=0)
+    rnet.record(f"/{name}")
+    nn.init.constant_(rnet.net.first.bias, 9)
+    with CONTEXTS[context]():
+        mine = rnet(x, activation_postproc={f"/{name}": double})
+        hidden = rnet.net.first(x) * 2
+    assert same_bits(mine, total(hidden) + hidden.square().sum(-1))
+
+
+def test_an_operation_that_writes_to_several_tensors_is_not_changed() -> None:
+    def function(h: Tensor) -> Tensor:
+        values, indices = torch.empty(3), torch.empty(3, dtype=torch.long)
+        torch.max(h.detach(), -1, out=(values, indices))
+        return h * values[:, None]
+
+    rnet, x = recorder(function, "max"), torch.randn(3, 4)
+    with pytest.raises(PostprocessorError, match="max writes to several tensors"):
+        rnet(x, activation_postproc={"/max": lambda pair: type(pair)((pair[0] * 2, pair[1]))})
+
+
 def test_post_processors_that_work_in_place_get_a_copy() -> None:
     x = torch.randn(3, 4)
     for name in ("add", "getitem", "contiguous", "view"):
