@@ -161,7 +161,7 @@ class _Before:
             return before is not None
         if isinstance(before, Tensor):
             return not same_bits(before, output)
-        return before != version_of(output)
+        return bool(before != version_of(output))
 
     def place_of(self, output: Tensor) -> Any:
         """Return the code's own tensor, into which what was returned belongs."""
