@@ -376,8 +376,10 @@ class Pass:
                 self._check_counts(modules)
             self._positions, is_as_labelled = self._positions_of(modules), False
         if self.is_bare and is_as_labelled and program.counts_calls and self._keeps_outputs:
-            columns = log[1::3], log[2::3]
-            values, versions = (list(compress(column, program.labels)) for column in columns)
+            columns = [log[1::3], log[2::3]]
+            if program.unrecorded:
+                columns = [list(compress(column, program.labels)) for column in columns]
+            values, versions = columns
             return Ended(Records.of_tensors(program.architecture, program.order, values, versions))
         hold = holder()
         calls = zip(self._positions, log[1::3], log[2::3], strict=True)
