@@ -109,8 +109,9 @@ def write_index_for_models(app: Sphinx, exception: Exception | None) -> None:
         return
     lines = ["# scio-recorder", "", f"> {_first_words(app, 'index')}"]
     for part in app.env.toctree_includes["index"]:
-        if part.endswith("/index"):
-            lines += ["", f"## {app.env.titles[part].astext()}", ""]
+        title = app.env.titles[part].astext() if part.endswith("/index") else "Notebooks"
+        if f"## {title}" not in lines:
+            lines += ["", f"## {title}", ""]
         lines += [
             f"- [{app.env.titles[page].astext()}]({page}.html): {_first_words(app, page)}"
             for page in _pages_below(app, part)
@@ -125,9 +126,11 @@ def _pages_below(app: Sphinx, page: str) -> list[str]:
 
 def _first_words(app: Sphinx, page: str) -> str:
     """Return the first paragraph of a page, without what follows its first sentence."""
-    found = app.env.get_doctree(page).findall(nodes.paragraph)
-    text = " ".join(next((one.astext() for one in found), "").split())
-    return re.split(r"(?<=[.?!:]) (?=[A-Z`])", text)[0]
+    found = list(app.env.get_doctree(page).findall(nodes.paragraph))
+    # Captions and cells of tables are paragraphs too.
+    plain = [one for one in found if isinstance(one.parent, nodes.section)]
+    text = " ".join((plain or found)[0].astext().split())
+    return re.split(r"(?<=[.?!]) (?=[A-Z])", text)[0]
 
 
 def setup(app: Sphinx) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from scio_recorder.errors import LayerNotFoundError, RecorderError, SelectorTypeError
 from scio_recorder.layer import (
@@ -267,6 +267,76 @@ def did_not_run(
         and takes_hooks(modules[name])
         and type(modules[name]).forward is not nn.Module.forward
     ]
+
+
+def look_alikes(
+    architecture: Architecture, selectors: Sequence[object], chosen: Sequence[RowIdx]
+) -> list[Layer]:
+    """Return layers that multiply by a matrix, as `nn.Linear` does, if it misses most of them.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers.
+    selectors : sequence
+        As for :func:`select`.
+    chosen : sequence of (int, int)
+        What they match.
+
+    Returns
+    -------
+    list of Layer
+        Layers that no selector matches; empty unless ``nn.Linear`` is a selector and they are more
+        than those that it matches. GPT-2 of transformers has such layers, of a class ``Conv1D``.
+
+    Examples
+    --------
+    >>> from scio_recorder.nets.labelling.label import label_net
+    >>> _, architecture = label_net(nn.Sequential(nn.Linear(4, 3)), input_size=(1, 4))
+    >>> look_alikes(architecture, [nn.Linear], [(1, 1)])
+    []
+    """
+    if not any(selector is nn.Linear for selector in selectors):
+        return []
+    modules = {id(architecture[label].module) for label in chosen}
+    rows = [row for row in architecture.values() if row.executed and _has_matrix(row)]
+    others = [row for row in rows if id(row.module) not in modules]
+    return others if 2 * len(others) > len(rows) else []
+
+
+def longer_numbers(architecture: Architecture, selector: object) -> list[str]:
+    """Return the names that a glob misses because their numbers have two digits, and ``?`` is one.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers.
+    selector : object
+        Any selector.
+
+    Examples
+    --------
+    >>> from scio_recorder.nets.labelling.label import label_net
+    >>> _, architecture = label_net(nn.Sequential(*[nn.ReLU()] * 12), input_size=(1, 4))
+    >>> longer_numbers(architecture, "?"), longer_numbers(architecture, "*")
+    (['10', '11'], [])
+    """
+    if not isinstance(selector, str) or "?" not in selector or selector in architecture.names:
+        return []
+    one, two = (selector.replace("?", "[0-9]" * digits) for digits in (1, 2))
+    names = list(architecture.names)
+    return fnmatch.filter(names, two) if fnmatch.filter(names, one) else []
+
+
+def _has_matrix(row: Layer) -> bool:
+    weight, shape = getattr(row.module, "weight", None), row.output_shape
+    return (
+        isinstance(weight, Tensor)
+        and weight.ndim == 2
+        and not isinstance(row.module, nn.Embedding | nn.EmbeddingBag)
+        and isinstance(shape, tuple)
+        and shape[-1:] in [tuple(weight.shape[:1]), tuple(weight.shape[1:])]
+    )
 
 
 def choose_modules(root: nn.Module, selectors: Sequence[object]) -> dict[str, nn.Module]:

@@ -31,6 +31,7 @@ from scio_recorder.layer import (
     Operation,
     OperationIdx,
     RowIdx,
+    counted,
     few,
     is_operation_key,
     label_of,
@@ -40,7 +41,13 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net, list_operations
 from scio_recorder.nets.operations import Operations
 from scio_recorder.nets.records import Records
-from scio_recorder.nets.selection import did_not_run, select, select_modules
+from scio_recorder.nets.selection import (
+    did_not_run,
+    longer_numbers,
+    look_alikes,
+    select,
+    select_modules,
+)
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
 from scio_recorder.recorder.analysis_methods import AnalysisMethods
 from scio_recorder.tensors import private, private_distributed
@@ -240,6 +247,7 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         is_inside = attention is not False or any(map(self._is_inside, selectors))
         architecture = self._with_operations() if is_inside else self.architecture
         recording = choose(architecture, selectors)
+        self._warn_of_missed(selectors, recording)
         if calls == "any":
             self._warn_of_unlabelled(selectors)
         layers = _attending(architecture, recording, attention)
@@ -302,6 +310,28 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             self._operations = list_operations(self._net, self.architecture, **self._labelling)
             self._labelling = None
         return self.architecture.with_operations(self._operations)
+
+    def _warn_of_missed(self, selectors: Sequence[object], recording: Sequence[RowIdx]) -> None:
+        for selector in selectors:
+            # Other selectors may have chosen some of them.
+            missed = [
+                name
+                for name in longer_numbers(self.architecture, selector)
+                if not set(self.architecture.rows_of(name)) & set(recording)
+            ]
+            if missed:
+                warn(
+                    f"{selector!r} misses {few(missed, 4)}, since ? stands for one character: give "
+                    "the modules, as in record(*net.transformer.h), or a pattern, as in "
+                    r're.compile(r"\.h\.\d+$")'
+                )
+        missing = look_alikes(self.architecture, selectors, recording)
+        if missing:
+            warn(
+                f"nn.Linear misses {counted(len(missing), 'layer')} that multiply by a matrix too, "
+                f"such as {missing[0]}, since their class is another one: choose by name, as in "
+                'record("*.attn", "*.mlp"), or give the class as well'
+            )
 
     def _warn_of_unlabelled(self, selectors: Sequence[object]) -> None:
         missing = did_not_run(self._net, self.architecture, selectors)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from scio_recorder import Recorder
 from scio_recorder.errors import LayerNotFoundError, SelectorTypeError
 from scio_recorder.layer import Layer
 from scio_recorder.nets.architecture import Architecture
@@ -292,3 +293,62 @@ def test_the_closest_names_come_first() -> None:
         with pytest.raises(LayerNotFoundError) as caught:
             select(architecture, [wanted])
         assert str(caught.value).endswith(f"the closest names are {offered}")
+
+
+class Conv1D(nn.Module):
+    """A linear layer of a class of its own, whose weight is transposed, as in GPT-2."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def resembling() -> nn.Sequential:
+    layers = [Conv1D(4, 6), nn.LayerNorm(6), Conv1D(6, 6), nn.Linear(6, 3)]
+    return nn.Sequential(nn.Embedding(9, 4), *layers)
+
+
+@pytest.mark.parametrize("selectors", [[nn.Linear], [nn.Linear, nn.LayerNorm], ["4", nn.Linear]])
+@pytest.mark.parametrize("calls", ["labelled", "any"])
+def test_linear_layers_of_other_classes_are_pointed_out(selectors: Any, calls: Any) -> None:
+    rnet = Recorder(resembling(), input_data=torch.ones(2, 5).long(), verbose=0)
+    with pytest.warns(UserWarning, match=r"misses 2 layers .* 1-2 1 \(Conv1D\).*\*\.mlp"):
+        rnet.record(*selectors, calls=calls)
+    assert "4" in [rnet.architecture[label].name for label in rnet.recording]
+
+
+@pytest.mark.parametrize(
+    "selectors",
+    [[nn.LayerNorm], [nn.Linear, Conv1D], [nn.Linear, "1", "3"], ["4"], ["*"], [nn.Embedding]],
+)
+def test_a_choice_that_misses_no_linear_layers_is_silent(selectors: Any) -> None:
+    Recorder(resembling(), input_data=torch.ones(2, 5).long(), verbose=0).record(*selectors)
+
+
+def test_one_other_matrix_among_many_linear_layers_is_no_surprise() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Conv1D(4, 4), nn.Linear(4, 4), nn.Conv1d(1, 1, 1))
+    Recorder(net, input_size=(1, 1, 4), verbose=0).record(nn.Linear)
+
+
+def long(blocks: int) -> Recorder:
+    net = nn.Sequential(OrderedDict(h=nn.Sequential(*(nn.Linear(4, 4) for _ in range(blocks)))))
+    return Recorder(net, input_size=(1, 4), verbose=0)
+
+
+def test_a_question_mark_that_leaves_out_later_blocks_is_pointed_out() -> None:
+    rnet = long(12)
+    with pytest.warns(UserWarning, match=r"'h\.\?' misses h\.10, h\.11, since \? stands for one"):
+        rnet.record("h.?")
+    assert len(rnet.recording) == 10
+
+
+@pytest.mark.parametrize("selectors", [["h.?", "h.1?"], ["h.?", "h.??"], ["h.*"], ["h.1?"]])
+def test_globs_that_take_numbers_of_two_digits_are_silent(selectors: Any) -> None:
+    long(12).record(*selectors)
+
+
+def test_a_question_mark_is_right_for_ten_blocks() -> None:
+    long(10).record("h.?")
