@@ -69,7 +69,7 @@ def export(recording, form, path):
 def read(exported, name):
     """Return a column as an array [samples, ...] of NumPy."""
     if isinstance(exported, zarr.Group):
-        return exported[name][:]
+        return exported[quote(name, safe="")][:]
     column = exported[name].combine_chunks()
     if isinstance(column, pa.ExtensionArray):
         shape = (len(column), *column.type.shape)
