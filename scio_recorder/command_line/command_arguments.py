@@ -176,6 +176,7 @@ def demo(command: ArgumentParser) -> None:
     add = command.add_argument
     add("--seed", type=int, default=0, help="decides everything random (0)")
     add("--epochs", type=int, default=15, help="length of the training (15)")
+    add("--out", metavar="PATH", help="folder for a recording and its page (a temporary one)")
 
 
 def size(text: str) -> tuple[int, ...]:

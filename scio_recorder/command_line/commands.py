@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import os
 import sys
+import tempfile
 import time
 import traceback
 from argparse import Namespace
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -234,7 +236,8 @@ def demo(parsed: Namespace, console: Console) -> None:
     """Train a small net on handwritten digits and detect unknown ones."""
     from scio_recorder.command_line.demo import run_demo
 
-    run_demo(console, seed=parsed.seed, epochs=parsed.epochs)
+    folder = Path(parsed.out or tempfile.mkdtemp(prefix="scio-recorder-demo-"))
+    run_demo(console, seed=parsed.seed, epochs=parsed.epochs, folder=folder)
 
 
 _COMMANDS = {

@@ -7,6 +7,7 @@ computed in float64.
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,11 @@ from scio_recorder.tensors.processes import one_thread
 KNOWN = 7
 BATCH_SIZE = 64
 LEARNING_RATE = 3e-3
+
+NEXT = """Next:
+  scio-recorder inspect {path}
+  scio-recorder verify {path}
+  scio-recorder summary MODULE:FACTORY --input-size 1,3,224,224  # your network"""
 
 FEATURE_LAYERS = ("body", "embed")
 LOGITS_LAYER = "classify"
@@ -56,7 +62,9 @@ class Result(NamedTuple):
 
 
 @one_thread()
-def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Result]:
+def run_demo(
+    console: Console, *, seed: int = 0, epochs: int = 15, folder: Path | None = None
+) -> list[Result]:
     """Train a net on the digits 0 to 6 and see which scores notice the digits 7 to 9.
 
     Parameters
@@ -67,6 +75,8 @@ def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Resul
         Decides the split, the weights and the order of training.
     epochs : int, default 15
         Passes over the training images, at least 1.
+    folder : Path, optional
+        Where to write a recording of the unknown digits and its page, and commands for these.
 
     Returns
     -------
@@ -95,7 +105,17 @@ def run_demo(console: Console, *, seed: int = 0, epochs: int = 15) -> list[Resul
     print_line(console, f"\nAn in-place ReLU overwrites what embed returns; {kept}")
     results = detect(rnet, digits)
     console.print(_table(results, len(digits.test.labels), len(digits.unknown.labels)))
+    if folder is not None:
+        leave(rnet, digits.unknown, folder, console)
     return results
+
+
+def leave(rnet: Recorder, split: Split, folder: Path, console: Console) -> None:
+    """Write a recording of whole activations and its page, and say what to do next."""
+    path = folder / "digits"
+    rnet.collect([split], store=f"disk:{path}", progress=False).report(f"{path}.html")
+    print_line(console, f"\nA page of what the layers return for unknown digits: {path}.html")
+    print_line(console, NEXT.format(path=path))
 
 
 def load_digits() -> Digits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from scio_recorder import Recorder
+from scio_recorder import Recorder, open_recording
 from scio_recorder.command_line import main
 
 NETS = """
@@ -291,12 +292,20 @@ def test_demo_without_scikit_learn(
 
 
 @pytest.mark.campaign
-def test_demo_takes_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--epochs", "1", "--seed", "1"]) == 0
-    text = capsys.readouterr().out
-    assert "AUROC" in text
-    assert main(["demo", "--epochs", "1", "--seed", "1"]) == 0
-    assert capsys.readouterr().out == text
+def test_demo_takes_its_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    texts = []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        assert main(["demo", "--epochs", "1", "--seed", "1", "--out", str(folder)]) == 0
+        texts.append(capsys.readouterr().out.replace(str(folder), "FOLDER"))
+        page = (folder / "digits.html").read_text(encoding="utf-8")
+        assert "embed" in page
+        assert open_recording(folder / "digits", verify=True).num_samples == 533
+    assert texts[0] == texts[1]
+    assert "AUROC" in texts[0]
+    commands = re.findall(r"^  scio-recorder (.*)", texts[0], re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands[:2]:
+        assert main(command.replace("FOLDER", str(folder)).split()) == 0
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
