@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from scio_recorder import Recorder
+from scio_recorder.postprocessors import Knockout
 
 IDS = torch.tensor([[5, 17, 3, 44, 9, 21, 30], [8, 8, 41, 2, 33, 12, 7]])
 PADDING = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
@@ -335,3 +337,83 @@ def test_attention_in_generate(kind: str, kernel: str) -> None:
             # Queries of padding have no key, and each kernel does as it likes.
             real = mask[:, None, first:last, None].bool()
             assert ((found - expected) * real).abs().max() < 1e-6
+
+
+class Masking(TorchFunctionMode):
+    """Leaves out one key of one query in every attention, step by step."""
+
+    def __init__(self, query: int, key: int) -> None:
+        super().__init__()
+        self._at = query, key
+        self.has_masked = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "softmax" and args[0].dim() == 4:
+            return func(self._masked(args[0]), *args[1:], **kwargs)
+        if name == "scaled_dot_product_attention":
+            with torch._C.DisableTorchFunction():
+                return self._attended(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _masked(self, scores: Tensor) -> Tensor:
+        self.has_masked += 1
+        scores = scores.clone()
+        scores[..., self._at[0], self._at[1]] = -torch.inf
+        return scores
+
+    def _attended(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        key, value = (
+            one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value)
+        )
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            scores = scores + torch.full(scores.shape[-2:], -torch.inf).triu(1)
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self._masked(scores).softmax(-1).nan_to_num(0.0) @ value
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        pytest.param(
+            case,
+            kernel,
+            id=f"{case.kind}-{kernel}",
+            marks=[] if case.is_default else [pytest.mark.campaign],
+        )
+        for case in CASES
+        for kernel in case.kernels
+    ],
+)
+def test_knocked_out_attention_is_that_with_a_mask(case: Case, kernel: str) -> None:
+    net, inputs = case.make(kernel, torch.float32), case.inputs
+    rnet = Recorder(net, input_data=inputs)
+    having = [
+        layer.name
+        for layer in rnet.architecture.values()
+        if any(fnmatch.fnmatchcase(layer.name, glob) for glob in case.layers) and layer.executed
+    ]
+    rnet.record(*having, attention=True)
+    with torch.no_grad():
+        found = rnet(**inputs, activation_postproc=Knockout(queries=1, keys=0))[0]
+        with Masking(1, 0) as mode:
+            expected = net(**inputs)[0]
+        plain = net(**inputs)[0]
+    assert mode.has_masked == len(having)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (found - plain).abs().max() > 1e-4
