@@ -107,7 +107,7 @@ class _Runs:
         warn_of_other_kernels(fusable(self.architecture), modules, "patched")
         # With operations, runs are passes of their own, in which post-processors replace outputs.
         self._capture: Capture | None = None
-        if self._program.own_code:
+        if self._program.functions:
             self._capture = Capture(self._net, self.architecture, self.labels, RecordOptions())
             return
         named = ((str(index), module) for index, module in enumerate(modules))

@@ -218,7 +218,8 @@ class Capture:
         if sink is None and self.watchers:
             given = self.acting(given)
         is_observed = records_outputs or sink is not None
-        if self._is_removed or not self.recording or (given is None and not is_observed):
+        is_empty = not (self.recording or program.attention)
+        if self._is_removed or is_empty or (given is None and not is_observed):
             self._forget_latest()
             if given is not None:
                 # There is no layer to act on, which is wrong if layers are named.

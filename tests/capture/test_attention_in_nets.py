@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from scio_recorder import Recorder
+from scio_recorder import Recorder, compare
 from scio_recorder.postprocessors import Knockout
 
 IDS = torch.tensor([[5, 17, 3, 44, 9, 21, 30], [8, 8, 41, 2, 33, 12, 7]])
@@ -417,3 +417,21 @@ def test_knocked_out_attention_is_that_with_a_mask(case: Case, kernel: str) -> N
     assert mode.has_masked == len(having)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (found - plain).abs().max() > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:layer .* runs without torch's fused kernel")
+def test_operations_of_an_encoder_are_compared() -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    net: Any = nn.TransformerEncoder(layer, 2).eval()
+    other = copy.deepcopy(net)
+    nn.init.zeros_(other.layers[1].self_attn.in_proj_bias)
+    nn.init.ones_(other.layers[1].self_attn.out_proj.bias)
+    x, padding = torch.randn(3, 6, 16), torch.arange(6) >= torch.tensor([[6], [4], [3]])
+    sides = [Recorder(one, input_data=x, src_key_padding_mask=padding) for one in (net, other)]
+    for side in sides:
+        side.record("layers.*.self_attn")
+    batch = {"src": x, "src_key_padding_mask": padding}
+    first = compare(*sides, [batch], operations=True).first
+    assert first is not None
+    assert first.layer.name == "layers.1.self_attn"

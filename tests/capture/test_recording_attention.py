@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scio_recorder import Recorder
+from scio_recorder import Recorder, compare
 from scio_recorder.errors import (
     ArgumentError,
     AttentionError,
@@ -200,10 +200,12 @@ def test_a_layer_that_runs_twice(is_eager: bool) -> None:
         (False, []),
     ],
 )
-def test_selectors_of_its_own(attention: Any, expected: list[str]) -> None:
+@pytest.mark.parametrize("others", [["h.0.mlp"], []])
+def test_selectors_of_its_own(attention: Any, expected: list[str], others: list[str]) -> None:
     net, x = Net(), torch.randn(2, 5, SIZE)
-    rnet = recorded(net, "h.0.mlp", attention=attention)
-    assert [rnet.architecture[at].name for at in rnet.recording] == ["h.0.mlp"]
+    rnet = Recorder(net, input_size=(2, 5, SIZE))
+    rnet.record(*others, attention=attention)
+    assert [rnet.architecture[at].name for at in rnet.recording] == others
     rnet(x)
     assert [rnet.architecture[at].name for at in rnet.attention] == expected
     assert list(rnet.activations) == list(rnet.recording)
@@ -554,3 +556,18 @@ def test_one_query_of_grouped_heads_in_generate() -> None:
         assert ((given[-1][:, :, 0, 3] == 0) == torch.tensor([False, False, True, False])).all()
     torch.testing.assert_close(*given)
     torch.testing.assert_close(*logits)
+
+
+def test_other_methods_of_a_recorder_with_attention() -> None:
+    net, x, other = Net().eval(), torch.randn(2, 5, SIZE), torch.randn(2, 5, SIZE)
+    rnet, plain = recorded(net), recorded(net, attention=False)
+    swept = [one.sweep(x, other, lambda output: output.sum()).values for one in (rnet, plain)]
+    assert torch.equal(*swept)
+    assert not compare(rnet, recorded(copy.deepcopy(net), attention=False), [x]).first
+    with rnet.guard(operations=True):
+        rnet(x)
+    assert_right(rnet, net, x)
+    rnet.record("h.1", inputs=True, attention="h.1.attn")
+    rnet(x)
+    found = rnet.recompute("h.1.attn")["h.1.attn"]
+    torch.testing.assert_close(found, net.h[1].attn(net.h[0](x)))

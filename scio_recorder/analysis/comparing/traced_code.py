@@ -162,6 +162,17 @@ class _AroundOther(AroundCode):
         return output
 
 
+class _AroundEncoder(_AroundOther):
+    """Stands around an encoder, which would give the attention in it nested tensors.
+
+    PyTorch's own attention does not take these under a mode, and under one the encoder makes none.
+    """
+
+    def mode(self) -> ObservingMode:
+        """Return a mode that sees nothing."""
+        return ObservingMode()
+
+
 @contextlib.contextmanager
 def _paused(mode: _TracingMode) -> Iterator[None]:
     mode.is_paused = True
@@ -169,6 +180,12 @@ def _paused(mode: _TracingMode) -> Iterator[None]:
         yield
     finally:
         mode.is_paused = False
+
+
+def _around_other(other: nn.Module, module: nn.Module) -> type[_AroundOther]:
+    is_encoder = isinstance(other, nn.TransformerEncoder)
+    is_around = is_encoder and any(one is module for one in other.modules())
+    return _AroundEncoder if is_around else _AroundOther
 
 
 @contextlib.contextmanager
@@ -189,8 +206,9 @@ def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[Ev
     around = _AroundTraced(net, layer, site.local, is_one=all_calls)
     others = [one for one in net.modules() if one is not module and takes_hooks(one)]
     hook = OwnCodeHook(site)
+    wrappers = [(one, _around_other(one, module)(one, site.local)) for one in others]
     with contextlib.ExitStack() as stack:
-        for one, wrapper in [(module, around), *((x, _AroundOther(x, site.local)) for x in others)]:
+        for one, wrapper in [(module, around), *wrappers]:
             wrapper.put_around(one)
             stack.callback(wrapper.take_from, one)
         stack.callback(module.register_forward_pre_hook(hook.resume).remove)
