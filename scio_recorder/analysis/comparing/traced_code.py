@@ -20,6 +20,8 @@ from scio_recorder.tensors.copies import Version, memories_of, twin, version_of
 from scio_recorder.tensors.structures import tensors
 
 _CALL, _RETURN = "call of a module", "return"
+# Functions that write to all of a tensor, and read nothing of it.
+_FILLING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"}
 
 
 # The maker of what was there before the call.
@@ -69,18 +71,31 @@ class _TracingMode(ObservingMode):
         # By id: the tensor, which stays alive, its version, and a copy.
         self._copies: dict[int, tuple[Tensor, Version, Tensor]] = {}
         self._makers = dict.fromkeys(outside, OUTSIDE)
+        # By memory: the number of the event that has written there last, perhaps through a view.
+        self._writers: dict[int, int] = {}
         # What functions such as ``empty`` have returned, by its memories.
         self._unset: dict[int, Tensor] = {}
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Given]:
         """Copy the inputs."""
         found = (one for one in tensors((args, kwargs)) if id(one) not in self._weights)
-        return [Given(self._copy(one), self._makers.get(id(one))) for one in self._set(found)]
+        return [Given(self._copy(one), self._maker_of(one)) for one in self._set(found)]
+
+    def _maker_of(self, tensor: Tensor) -> int | None:
+        """Return the number of the event that has made a tensor, or written to it since."""
+        maker, memories = self._makers.get(id(tensor)), memories_of(tensor)
+        writers = [self._writers.get(at, OUTSIDE) for at in memories]
+        return None if maker is None else max([maker, *writers])
 
     def after(self, function: str, index: int, given: Any, output: Any) -> None:
         """Keep an operation."""
         if is_unset(function):
             self._unset |= {at: one for one in tensors(output) for at in memories_of(one)}
+        elif function in _FILLING:
+            for at in memories_of(output) & self._unset.keys():
+                # Not if it is only a view of a part.
+                if output.untyped_storage().nbytes() == output.nbytes:
+                    self._unset.pop(at)
         label, line = OperationIdx(*self._layer.label, function, index), calling_line(3)
         row = operation_row(label, self._layer, None, describe(output), *line)
         self.add(row, function, given, output)
@@ -88,19 +103,25 @@ class _TracingMode(ObservingMode):
     def add(self, row: Operation | None, what: str, given: list[Given], output: Any) -> None:
         """Keep an event."""
         made = tensors(output)
+        written = (one for one in made if self._is_written(one))
+        self._writers |= {at: len(self.events) for one in written for at in memories_of(one)}
         kept = [self._copy(one) for one in self._set(made)]
         self._makers.update((id(one), len(self.events)) for one in made)
         key = (what, *(tuple(one.shape) for one in made))
         self.events.append(Event(row, key, given, kept))
 
+    def _is_written(self, tensor: Tensor) -> bool:
+        """Whether a tensor was given before, and may have been written to since."""
+        known = self._copies.get(id(tensor))
+        return known is not None and (known[1] == -1 or known[1] != version_of(tensor))
+
     def _set(self, found: Any) -> Iterator[Tensor]:
         return (one for one in found if memories_of(one).isdisjoint(self._unset))
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        version, known = version_of(tensor), self._copies.get(id(tensor))
-        if known is None or version != known[1] or version == -1:
-            known = self._copies[id(tensor)] = tensor, version, twin(tensor)
-        return known[2]
+        if id(tensor) not in self._copies or self._is_written(tensor):
+            self._copies[id(tensor)] = tensor, version_of(tensor), twin(tensor)
+        return self._copies[id(tensor)][2]
 
 
 class _Local(threading.local):

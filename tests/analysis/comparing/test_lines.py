@@ -174,6 +174,15 @@ def test_assignments_and_memory_without_values() -> None:
     assert operations_of(assigned(2), assigned(3)) == ("setitem:0", "setitem:0")
     assert operations_of(filled(2.0), filled(3.0)) == ("mul:0", "mul:0")
 
+    def mask(diagonal: int) -> Callable[..., Tensor]:
+        # As CLIP makes it.
+        def code(net: nn.Module, x: Tensor) -> Tensor:
+            return x * torch.empty(2, 4).fill_(3).triu_(diagonal).exp()
+
+        return code
+
+    assert operations_of(mask(1), mask(0)) == ("triu_:0", "triu_:0")
+
 
 def test_calls_of_other_modules() -> None:
     inner, other = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -212,6 +221,16 @@ def test_in_place_operations_and_values_outside() -> None:
         return code
 
     assert operations_of(in_place(2.0), in_place(3.0)) == ("mul_:0", "mul_:0")
+
+    def through_a_view(name: str) -> Callable[..., Tensor]:
+        def code(net: nn.Module, x: Tensor) -> Tensor:
+            y = x.clone()
+            getattr(y.T, name)()
+            return y * 2
+
+        return code
+
+    assert operations_of(through_a_view("sin_"), through_a_view("exp_")) == ("sin_:0", "exp_:0")
     scales = torch.tensor(2.0), torch.tensor(3.0)
     assert operations_of(lambda _, x: x * scales[0], lambda _, x: x * scales[1]) == (
         "mul:0",
