@@ -19,6 +19,7 @@ FIGURES = {
     "find_the_bug": 0,
     "finding_features": 0,
     "first_look": 0,
+    "looking_at_attention": 0,
     "ood_detection": 1,
     "patching_gpt2": 0,
     "steering_generation": 0,
