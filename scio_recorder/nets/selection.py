@@ -256,6 +256,9 @@ def did_not_run(
     unlabelled = _unlabelled(root)
     matching: set[RowIdx] = set()
     for selector in selectors:
+        if isinstance(selector, str) and selector not in unlabelled.names and "/" in selector:
+            # That of operations in the own code of modules.
+            selector = selector.rpartition("/")[0]
         if isinstance(selector, str | re.Pattern | type | nn.Module) and not label_of(selector):
             with suppress(LayerNotFoundError, SelectorTypeError):
                 matching.update(_candidates(unlabelled, selector))

@@ -241,6 +241,27 @@ def test_any_number_of_calls() -> None:
         rnet(x, 3)
 
 
+def test_modules_that_did_not_run_are_left_out_with_a_warning() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: Tensor, chosen: int = 0) -> Tensor:
+            return self.experts[chosen](x)  # type: ignore[no-any-return]
+
+    rnet = Recorder(Experts(), input_data=torch.ones(3, 4), verbose=0)
+    with pytest.warns(UserWarning, match=r"experts\.1, experts\.2 .*did not run at labelling"):
+        rnet.record("experts.?/softmax", calls="any")
+    x = torch.randn(3, 4)
+    rnet(x, 1)
+    assert rnet.activations["experts.0/softmax"] == ()
+    rnet(x)
+    block = rnet.net.experts[0]
+    [found] = rnet.activations["experts.0/softmax"]
+    assert same_bits(found, helper(block.act(block.linear(x) + 1)))
+
+
 def test_calls_that_are_shared_out_otherwise_are_an_error() -> None:
     class Part(nn.Module):
         def forward(self, x: Tensor, steps: int) -> Tensor:
