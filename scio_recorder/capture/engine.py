@@ -256,6 +256,7 @@ class Capture:
                 raise PostprocessorError(
                     f"{assigned[label]!r} acts on the attention of a layer, and that of "
                     f"{self.architecture[label]} is not recorded: write record(..., attention=True)"
+                    ", and name the layer"
                 )
             assigned[calls.first] = assigned.pop(label)
         return Assigned(assigned, self.site.local.run_aside)

@@ -142,6 +142,11 @@ class LayerOptions:
             )
 
     def _check_attention(self) -> None:
+        if self.attention and self.with_inputs:
+            raise CollectError(
+                "inputs=True can't be collected with attention=: calls that run again are checked "
+                "by what a layer returned, in whose place its attention is received: leave one out"
+            )
         for label in self.attention:
             layer = self.architecture[label]
             if label not in self.recording:

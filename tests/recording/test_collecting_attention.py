@@ -130,6 +130,9 @@ def test_what_is_refused() -> None:
         rnet.collect(DATA, transform={"h.0.attn": of_last}, progress=False)
     with pytest.raises(CollectError, match="returned a _KernelAttention"):
         rnet.collect(DATA, transform=lambda attention, batch: attention, progress=False)
+    rnet.record("h.*.attn", inputs=True, attention=True)
+    with pytest.raises(CollectError, match="inputs=True can't be collected with attention="):
+        rnet.collect(DATA, transform=of_last, progress=False)
     rnet.record("h.0", attention="h.1.attn")
     with pytest.raises(CollectError, match=r"attention of layer .*h\.1\.attn.* record it too"):
         rnet.collect(DATA, progress=False)
