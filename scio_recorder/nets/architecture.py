@@ -724,13 +724,20 @@ def no_such_name(name: str, names: Iterable[str]) -> str:
 def no_such_operation(key: Any, architecture: Architecture) -> str:
     """Return a sentence: no operation is known by a key, and which ones are near."""
     text = key if isinstance(key, str) else text_of(OperationIdx(*key))
-    layer, _, function = text.rpartition("/")
+    layer, _, call = text.rpartition("/")
+    function = call.partition(":")[0]
     inside = architecture.operations_of(f"{layer}/*")
-    if inside:
-        functions = dict.fromkeys(label.function for label in inside)
-        return f"no operation is {text!r}: {offer(function.partition(':')[0], functions)}"
-    hint = f"{offer(layer, architecture.names)}" if layer else "its own code calls none"
-    return f"no operation is {text!r}, as no layer {layer!r} with operations is known; {hint}"
+    calls = architecture.operations_of(f"{layer}/{function}")
+    if calls:
+        known = dict.fromkeys(f"{label.function}:{label.index}" for label in calls)
+        hint = f"there are {few([*known], _SHOWN, repr)}"
+    elif inside:
+        hint = offer(function, dict.fromkeys(label.function for label in inside))
+    elif layer in architecture.names or label_of(layer) in architecture:
+        hint = "its own code calls none that is known here"
+    else:
+        hint = no_such_name(layer, architecture.names)
+    return f"no operation is {text!r}: {hint}"
 
 
 def offer(wanted: str, names: Iterable[str]) -> str:

@@ -27,6 +27,8 @@ _HOW = {
     "input": "Choose layers with rnet.record(..., inputs=True), then run the net with rnet(x)",
     "gradient": "Choose layers with rnet.record(..., gradients=True), run the net with rnet(x), "
     "and differentiate with loss.backward()",
+    "attention": "Choose layers with rnet.record(..., attention=True), then run the net with "
+    "rnet(x)",
     "recording": "Choose layers with rnet.record(...) before rnet.collect(...)",
 }
 

@@ -101,7 +101,13 @@ def _attending(
     chosen = recording
     if attention is not True:
         chosen = select(architecture, list(attention) if several else [attention])
-    return tuple((at[0], at[1]) for at in chosen if not isinstance(at, OperationIdx))
+    layers = tuple((at[0], at[1]) for at in chosen if not isinstance(at, OperationIdx))
+    if chosen and not layers:
+        raise SelectorTypeError(
+            "attention= is for layers, and only operations are chosen: name the layers around "
+            'them, as in record(..., attention="h.*.attn")'
+        )
+    return layers
 
 
 class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):

@@ -237,6 +237,9 @@ def test_layers_without_attention_or_with_several() -> None:
         rnet.record("h.0.attn", attention=True, calls="any")
     with pytest.raises(LayerNotFoundError, match="nothing"):
         rnet.record("h.0.attn", attention="nothing")
+    for attention in (True, "h.0.attn/*"):
+        with pytest.raises(SelectorTypeError, match="only operations are chosen"):
+            rnet.record("h.0.attn/*", attention=attention)
     assert [rnet.architecture[at].name for at in rnet.recording] == ["h.0.mlp"]
     for is_eager in (False, True):
         net.h[1].attn = Several(is_eager=is_eager)
@@ -284,7 +287,7 @@ def test_nothing_is_left_when_nothing_was_asked_for() -> None:
     rnet = recorded(Net(), attention=False)
     rnet(torch.randn(2, 5, SIZE))
     assert not rnet.attention
-    with pytest.raises(LayerNotFoundError):
+    with pytest.raises(LayerNotFoundError, match=r"attention=True"):
         _ = rnet.attention["h.0.attn"]
 
 

@@ -149,12 +149,12 @@ def test_selectors_mix_and_those_without_a_slash_choose_layers() -> None:
     ("selector", "message"),
     [
         ("blocks.0/ad", "'blocks.0/ad'.*'add'"),
-        ("blocks.0/add:2", "'blocks.0/add:2'.*add"),
-        ("block/add", "no layer 'block' with operations"),
+        ("blocks.0/add:2", "there are 'add:0', 'add:1'$"),
+        ("block/add", "no module has the qualified name 'block'; the closest name"),
         ("9-9/add", "9-9"),
         ((2, 2, "sub", 0), "2-2/sub:0"),
         (OperationIdx(7, 2, "add", 0), "7-2"),
-        ("blocks/add", "blocks"),
+        ("blocks/add", "its own code calls none"),
         ("/", "'/'"),
     ],
 )
