@@ -112,7 +112,7 @@ class Capture:
         # Whether a compiled pass has run in one of them, which did not see it.
         self.has_missed = False
         self._reruns = Reruns()
-        self.site = Site(self._reruns)
+        self.site = Site(self._reruns, skips_transforms=not self.program.counts_calls)
         sees_inputs = self.options.inputs or bool(self.options.gradients)
         self._hooks = Hooks(self.program, self.site, sees_inputs)
         self._latest = _Latest()

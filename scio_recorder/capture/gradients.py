@@ -33,7 +33,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Recorded, Records
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import version_of
-from scio_recorder.tensors.ownership import HeldTensor
+from scio_recorder.tensors.ownership import HeldTensor, has_place
 from scio_recorder.tensors.structures import Rebuild
 
 # As RemovableHandle wants them.
@@ -62,7 +62,7 @@ class CallStart(NamedTuple):
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor that the call returned was there, and is as it was, or is a leaf."""
-        if tensor.grad_fn is None or self.versions.get(id(tensor)) == version_of(tensor):
+        if not has_place(tensor) or self.versions.get(id(tensor)) == version_of(tensor):
             return True
         return private.place_of(tensor.grad_fn) < self.num_operations
 

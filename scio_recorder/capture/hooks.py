@@ -84,11 +84,13 @@ RUNNING: dict[int, RunningPass] = {}
 class Site:
     """The state that the hooks of one program share."""
 
-    __slots__ = ("local", "name", "reruns")
+    __slots__ = ("local", "name", "reruns", "skips_transforms")
 
-    def __init__(self, reruns: Reruns) -> None:
+    def __init__(self, reruns: Reruns, *, skips_transforms: bool) -> None:
         self.local = _Local()
         self.reruns = reruns
+        # Whether operations inside transforms of torch.func don't count.
+        self.skips_transforms = skips_transforms
         # A string: a number could become a symbol if the network is compiled again.
         self.name = f"site {next(_SITES)}"
 

@@ -32,7 +32,7 @@ from scio_recorder.nets.records import copied as as_complete
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import inner_tensors, memories_of, same_bits, version_of
-from scio_recorder.tensors.ownership import Hold, exchange, own_copy
+from scio_recorder.tensors.ownership import Hold, exchange, has_place, own_copy
 from scio_recorder.tensors.structures import Apart, Rebuild, tensors
 
 # The kinds of keeping. LEARN copies and watches whether that was needed. REFERENCE refers to the
@@ -208,7 +208,7 @@ def keep(
         kind = COPY if any(memories_of(leaf) & memory for leaf in leaves) else kind
     kept = [_keep_tensor(leaf, kind, copied, is_output) for leaf in leaves]
     pairs = zip(kept, leaves, strict=True)
-    on_graph = [own.tensor if own.tensor.grad_fn is not None else leaf for own, leaf in pairs]
+    on_graph = [own.tensor if has_place(own.tensor) else leaf for own, leaf in pairs]
     return KeptValue(kept, rebuild, isinstance(value, Tensor)), on_graph
 
 
@@ -229,7 +229,7 @@ def _keep_tensor(
     ):
         known = None
     view = inner = None
-    if is_output and leaf.grad_fn is not None:
+    if is_output and has_place(leaf):
         # Nothing here may hold the base of the view. The caller of an inner module holds it
         # until it returns, and then the same view comes once more, so this is tried again.
         inner = copied.get(id(private.base_of(leaf)))

@@ -53,7 +53,13 @@ class _OwnCode(LibraryMode):
     """Takes the calls of some functions while the own code of one call of a module runs."""
 
     def __init__(
-        self, hooks: _Functions, log: list[Any] | None, *, sees_inputs: bool, changes: bool
+        self,
+        hooks: _Functions,
+        log: list[Any] | None,
+        *,
+        sees_inputs: bool,
+        changes: bool,
+        skips_transforms: bool,
     ) -> None:
         super().__init__()
         self._hooks = hooks
@@ -64,7 +70,10 @@ class _OwnCode(LibraryMode):
         self._changes = changes
         # In a pass that has to learn, or where there was a compiled function before: it takes long.
         may_be_compiled = log is None or hooks.calls_compiled
-        self._looks_around = may_be_compiled and private.DYNAMO in sys.modules
+        self._may_be_compiled = may_be_compiled and private.DYNAMO in sys.modules
+        # Whether calls inside a transform, whose tensors die with it, are not told apart by number.
+        self._skips_transforms = skips_transforms
+        self._looks_around = skips_transforms or self._may_be_compiled
         self.is_paused = True
 
     def __torch_function__(
@@ -79,7 +88,7 @@ class _OwnCode(LibraryMode):
         if is_compiling() or self.is_paused:
             return func(*args, **kwargs)
         hook = self._hooks[func]
-        if hook is None or (self._looks_around and self._is_compiled()):
+        if hook is None or (self._looks_around and self._is_unseen()):
             return func(*args, **kwargs)
         if self._sees_inputs:
             return self._take(hook, func, args, kwargs)
@@ -94,6 +103,12 @@ class _OwnCode(LibraryMode):
         if returns_tensors(output):
             hook.after(None, args, output)
         return output
+
+    def _is_unseen(self) -> bool:
+        """Whether the call is inside a transform or a compiled function."""
+        if self._skips_transforms and private.transform_around() is not None:
+            return True
+        return self._may_be_compiled and self._is_compiled()
 
     def _is_compiled(self) -> bool:
         """Whether a function that others have compiled runs, of which no operation is listed."""
@@ -284,11 +299,15 @@ class AroundOwnCode(AroundCode):
         active = local.active
         if active is not None:
             sees, changes = active.sees_inputs, active.posts.acts
-            return _OwnCode(self._hooks, local.log, sees_inputs=sees, changes=changes)
+            return self._mode(local.log, sees_inputs=sees, changes=changes)
         is_again = self.site.reruns and private.backward_pass() != -1
         if not is_again or local.is_idle:
             return None
-        return _OwnCode(self._hooks, None, sees_inputs=True, changes=True)
+        return self._mode(None, sees_inputs=True, changes=True)
+
+    def _mode(self, log: list[Any] | None, **options: bool) -> _OwnCode:
+        assert self._hooks is not None
+        return _OwnCode(self._hooks, log, skips_transforms=self.site.skips_transforms, **options)
 
 
 class ObservingMode(LibraryMode):

@@ -149,9 +149,11 @@ class Program:
     def _operations(self, index: Mapping[int, int]) -> Iterator[Operation]:
         """Yield the operations whose function is recorded in the own code around it."""
         entered: set[int] = set()
+        chosen = {*self.recording, *self.hidden}
         for row in self.architecture.operations.values():
             entry = self.functions.get(index.get(id(row.module), -1), {}).get(row.function)
-            if entry is not None and (self.counts_calls or entry not in entered):
+            is_first = entry not in entered and row.label in chosen
+            if entry is not None and (self.counts_calls or is_first):
                 entered.add(entry)
                 yield row
 

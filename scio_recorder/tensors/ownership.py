@@ -125,6 +125,24 @@ def holder() -> Hold:
     return hold
 
 
+def has_place(tensor: Tensor) -> bool:
+    """Whether a tensor has a place in autograd's graph.
+
+    Autograd refuses to tell that of a view made without gradients, behind which something was
+    written with them. The network may go on with such a view as long as it needs no gradient of it.
+
+    Examples
+    --------
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> has_place(x), has_place(x * 2)
+    (False, True)
+    """
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:
+        return False
+
+
 def own_copy(tensor: Tensor) -> Tensor:
     """Return a copy in new memory with the same place in the graph.
 
@@ -150,7 +168,7 @@ def own_copy(tensor: Tensor) -> Tensor:
     # A view of a leaf that was made without gradients claims to require one, but has no place in a
     # graph. Nor has a tensor of inference mode.
     is_base = not tensor.is_inference() and private.base_of(tensor) is None
-    is_on_graph = not tensor.is_leaf or is_base
+    is_on_graph = has_place(tensor) or (is_base and tensor.is_leaf)
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return own_copy(tensor)

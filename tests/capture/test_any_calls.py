@@ -313,3 +313,20 @@ def test_recompute_needs_labelled_calls():
     rnet(torch.ones(2, WIDTH), [0, 1])
     with pytest.raises(RecomputeError, match="calls"):
         rnet.recompute("act")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_operations_inside_a_transform_are_no_calls(is_first: bool) -> None:
+    class Transforming(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x if is_first else x * 3
+            y = torch.func.vmap(lambda row: row.tanh() * 2)(y)
+            return y * 5 if is_first else y
+
+    x = torch.randn(2, WIDTH)
+    rnet = Recorder(Transforming(), input_size=(2, WIDTH))
+    rnet.record("/mul", calls="any", inputs=True)
+    for _ in range(3):
+        rnet(x)
+        (record,) = rnet.activations["/mul"]
+        assert torch.equal(record, x.tanh() * 2 * 5 if is_first else x * 3)

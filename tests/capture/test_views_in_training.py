@@ -179,3 +179,25 @@ def test_what_one_recorder_exchanges_is_no_change_to_another(layer: str) -> None
         second(torch.randn(4, 3, WIDTH))
         for rnet in (first, second, outer):
             assert len(rnet.activations.values()) == len(rnet.recording)
+
+
+@pytest.mark.parametrize("options", [{}, {"inputs": True}, {"gradients": True}, {"copy": "always"}])
+def test_a_view_whose_place_autograd_refuses_to_tell(options: dict[str, Any]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.same = nn.Linear(WIDTH, WIDTH), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            with torch.no_grad():
+                view = hidden.view(-1)
+            hidden.mul_(2)
+            return hidden.sum() + self.same(view).detach().sum()
+
+    net, x = Net(), torch.randn(2, WIDTH)
+    rnet = Recorder(net, input_size=(2, WIDTH), mode="train")
+    rnet.record("same", "/detach", **options)
+    for _ in range(3):
+        rnet(x).backward()
+        assert torch.equal(rnet.activations["same"], net.linear(x).view(-1) * 2)
