@@ -94,9 +94,10 @@ class _OwnCode(LibraryMode):
             return self._take(hook, func, args, kwargs)
         output = func(*args, **kwargs)
         # Every recorded operation pays for this path in every pass.
-        if self._log is not None and isinstance(output, Tensor):
+        log = self._log
+        if log is not None and isinstance(output, Tensor):
             try:
-                self._log += hook.index, output, output._version
+                log += hook.index, output, output._version
                 return output
             except (AttributeError, RuntimeError):
                 pass
