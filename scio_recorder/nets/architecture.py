@@ -621,13 +621,8 @@ def _decode_operation(row: Any, around: Mapping[Label, Layer]) -> Operation:
         raise TypeError(f"the operation {row['label']!r} has an entry of another type")
     if type(completion) not in (int, float) or not -1 <= completion <= _LARGEST:
         raise ValueError(f"the number {completion!r} is out of range")
-    return operation_row(
-        OperationIdx(_number(depth), _number(idx, 1), function, _number(index)),
-        around[_decode_label((depth, idx))],
-        completion,
-        _decode_tree(row["output_spec"]),
-        *line.values(),
-    )
+    layer, spec = around[_decode_label((depth, idx))], _decode_tree(row["output_spec"])
+    return operation_row(layer, function, _number(index), completion, spec, *line.values())
 
 
 def _decode_tree(value: Any, depth: int = 0) -> Any:
@@ -663,8 +658,9 @@ def _number(value: Any, least: int = 0) -> int:
 
 
 def operation_row(
-    label: OperationIdx,
     layer: Layer,
+    function: str,
+    index: int,
     completion: float | None,
     output_spec: Any,
     file: str,
@@ -673,10 +669,10 @@ def operation_row(
 ) -> Operation:
     """Return the row of an operation in the own code of a layer; its completion may be unknown."""
     return Operation(
-        label=label,
-        name=f"{layer.name}/{label.function}:{label.index}",
+        label=OperationIdx(*layer.label, function, index),
+        name=f"{layer.name}/{function}:{index}",
         module=layer.module,
-        type_name=label.function,
+        type_name=function,
         call=layer.call,
         input_shape=None,
         num_params=0,

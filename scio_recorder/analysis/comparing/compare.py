@@ -14,7 +14,7 @@ from scio_recorder.analysis.comparing.difference import Difference
 from scio_recorder.analysis.comparing.findings import SampleId
 from scio_recorder.analysis.comparing.matching import Pair, match_sides
 from scio_recorder.analysis.comparing.measures import Tolerance
-from scio_recorder.analysis.comparing.parting import Operations, first_operations
+from scio_recorder.analysis.comparing.parting import OperationPair, first_operations
 from scio_recorder.analysis.comparing.sides import (
     NetworkSide,
     RecordingSide,
@@ -253,7 +253,7 @@ class _OperationSearch:
                 "operations=True runs both networks again: give two recorders that are not "
                 "compiled, since recordings and compiled code don't have all operations"
             )
-        self.found: Operations = (None, None)
+        self.found: OperationPair = (None, None)
         self._comparison = comparison
         self._sides = boths
         self._tolerance = tolerance

@@ -34,7 +34,7 @@ from scio_recorder.analysis.comparing.measures import (
     unknown,
 )
 from scio_recorder.analysis.comparing.part_pairs import PartPair, paired_inputs, paired_outputs
-from scio_recorder.analysis.comparing.parting import Operations
+from scio_recorder.analysis.comparing.parting import OperationPair
 from scio_recorder.analysis.comparing.sides import SampleBlock, Side
 from scio_recorder.layer import Operation, RowIdx
 from scio_recorder.nets.architecture import Architecture
@@ -180,7 +180,7 @@ class Comparison:
         architecture: Architecture,
         unmatched: Unmatched,
         made_with: tuple[Mapping[str, Any], Mapping[str, Any]],
-        operations: Operations,
+        operations: OperationPair,
     ) -> Difference:
         """Return the findings, given the architecture of the reference, and what made both."""
         first = self.first

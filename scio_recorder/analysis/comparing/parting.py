@@ -2,12 +2,12 @@
 
 NOTE [Where codes part]
 
-Events are paired in order, by function and shapes: equal ones from the start, and then those that
+Steps are paired in order, by function and shapes: equal ones from the start, and then those that
 `difflib` pairs. In the first pair whose outputs differ, the outputs of all pairs before are equal.
-So if its inputs are equal, it has made the difference. If they differ, either an event without a
+So if its inputs are equal, it has made the difference. If they differ, either a step without a
 partner has made one of them, and the codes have parted there; or the pair was given other operands,
 and has made the difference itself. For a module that is called, a value that is returned, or one
-that was made by no event, there is no operation to name. If the layers have received other inputs,
+that was made by no step, there is no operation to name. If the layers have received other inputs,
 only the first case is certain.
 """
 
@@ -22,23 +22,23 @@ from torch import Tensor
 
 from scio_recorder.analysis.comparing.measures import Tolerance, measure
 from scio_recorder.analysis.comparing.part_pairs import paired_outputs
-from scio_recorder.analysis.comparing.traced_code import Event, Given
+from scio_recorder.analysis.comparing.traced_code import Given, Step
 from scio_recorder.layer import Operation
 
-Events: TypeAlias = Sequence[Event]
-Operations: TypeAlias = tuple[Operation | None, Operation | None]
+Steps: TypeAlias = Sequence[Step]
+OperationPair: TypeAlias = tuple[Operation | None, Operation | None]
 _Inputs: TypeAlias = tuple[Given | None, Given | None]
 _NONE = None, None
 
 
 def first_operations(
-    own: Events, other: Events, tolerance: Tolerance, *, received_same: bool
-) -> Operations:
+    own: Steps, other: Steps, tolerance: Tolerance, *, received_same: bool
+) -> OperationPair:
     """Return the operations of two codes at which a difference begins, see NOTE.
 
     Parameters
     ----------
-    own, other : sequence of Event
+    own, other : sequence of Step
         The reference's code and the candidate's.
     tolerance : Tolerance
         What counts as equal.
@@ -63,26 +63,26 @@ def first_operations(
     return _NONE
 
 
-def _aligned(own: Events, other: Events) -> list[tuple[int, int]]:
-    """Pair the numbers of events; both codes end with a return."""
+def _aligned(own: Steps, other: Steps) -> list[tuple[int, int]]:
+    """Pair the numbers of steps; both codes end with a return."""
     keys, others = [one.key for one in own[:-1]], [one.key for one in other[:-1]]
     start = len([*takewhile(lambda pair: pair[0] == pair[1], zip(keys, others, strict=False))])
     matcher = difflib.SequenceMatcher(None, keys[start:], others[start:], autojunk=False)
     pairs = [(at, at) for at in range(start)]
     for a, b, length in matcher.get_matching_blocks():
-        pairs += [(start + a + step, start + b + step) for step in range(length)]
+        pairs += [(start + a + at, start + b + at) for at in range(length)]
     return [*pairs, (len(own) - 1, len(other) - 1)]
 
 
-def _are_alike(own: Events, other: Events) -> bool:
+def _are_alike(own: Steps, other: Steps) -> bool:
     """Whether two codes without a function in common do the same number of things."""
     return [one.key[1:] for one in own] == [one.key[1:] for one in other]
 
 
 def _parting(
-    own: Events, other: Events, pairs: list[tuple[int, int]], unequal: Sequence[_Inputs]
-) -> Operations | None:
-    """Return the operations at which codes part, if events without partners made the inputs.
+    own: Steps, other: Steps, pairs: list[tuple[int, int]], unequal: Sequence[_Inputs]
+) -> OperationPair | None:
+    """Return the operations at which codes part, if steps without partners made the inputs.
 
     None stands for none of these. If nobody has seen what made an input, there is none to name.
     """
@@ -98,11 +98,11 @@ def _parting(
     return _NONE if None in makers | makers_there else None
 
 
-def _rows(code: Events) -> list[Operation]:
+def _rows(code: Steps) -> list[Operation]:
     return [one.row for one in code if one.row is not None]
 
 
-def _row_at(code: Events, start: int, end: int, other: Events, there: int) -> Operation | None:
+def _row_at(code: Steps, start: int, end: int, other: Steps, there: int) -> Operation | None:
     """Return the first operation of a code where it parts from another, or the nearest to it."""
     inside = _rows(code[start:end])
     if inside:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scio_recorder.analysis.comparing.findings import SampleId
 from scio_recorder.analysis.comparing.measures import dense
-from scio_recorder.analysis.comparing.traced_code import Event, traced
+from scio_recorder.analysis.comparing.traced_code import Step, traced
 from scio_recorder.capture.engine import Capture, fusable, warn_of_other_kernels
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import ComparisonError
@@ -165,13 +165,13 @@ class NetworkSide:
         except Exception as error:
             raise_for_batch(error, block.number, self.architecture, self.net, given)
 
-    def trace(self, block: SampleBlock, layer: Layer) -> list[Event]:
+    def trace(self, block: SampleBlock, layer: Layer) -> list[Step]:
         """Run the network on a batch again, and return what the own code of a layer does."""
         own = [row for row in fusable(self.architecture, of_functions=True) if row is layer]
         warn_of_other_kernels(own, [layer.module], "compared by operations")
-        with traced(self.net, layer, all_calls=self.calls == "any") as events:
+        with traced(self.net, layer, all_calls=self.calls == "any") as steps:
             self._run(block, lambda args, kwargs: self.net(*args, **kwargs))
-        return events
+        return steps
 
     def output(self, label: RowIdx, as_digests: bool) -> Any:
         """Return a layer's output, or digests of it."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from scio_recorder.capture.own_code import AroundCode, ObservingMode, OwnCodeHook
-from scio_recorder.layer import Layer, Operation, OperationIdx, describe
+from scio_recorder.layer import Layer, Operation, describe
 from scio_recorder.nets.architecture import operation_row
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.operations import calling_line, is_unset
@@ -29,14 +29,14 @@ OUTSIDE = -1
 
 
 class Given(NamedTuple):
-    """A tensor that an event is given, and the number of the event that made it; None if unseen."""
+    """A tensor that a step is given, and the number of the step that made it; None if unseen."""
 
     value: Tensor
     maker: int | None
 
 
 @dataclass(frozen=True, eq=False)
-class Event:
+class Step:
     """What own code does: an operation, the call of another module, or the return at the end.
 
     Parameters
@@ -58,13 +58,13 @@ class Event:
 
 
 class _TracingMode(ObservingMode):
-    """Keeps the events of one call, with copies of all tensors."""
+    """Keeps the steps of one call, with copies of all tensors."""
 
     def __init__(
-        self, layer: Layer, weights: set[int], outside: Iterable[int], events: list[Event]
+        self, layer: Layer, weights: set[int], outside: Iterable[int], steps: list[Step]
     ) -> None:
         super().__init__()
-        self.events = events
+        self.steps = steps
         self._layer = layer
         # The ids of parameters and buffers.
         self._weights = weights
@@ -96,19 +96,19 @@ class _TracingMode(ObservingMode):
                 # Not if it is only a view of a part.
                 if output.untyped_storage().nbytes() == output.nbytes:
                     self._unset.pop(at)
-        label, line = OperationIdx(*self._layer.label, function, index), calling_line(3)
-        row = operation_row(label, self._layer, None, describe(output), *line)
+        spec, line = describe(output), calling_line(3)
+        row = operation_row(self._layer, function, index, None, spec, *line)
         self.add(row, function, given, output)
 
     def add(self, row: Operation | None, what: str, given: list[Given], output: Any) -> None:
-        """Keep an event."""
+        """Keep a step."""
         made = tensors(output)
         written = (one for one in made if self._is_written(one))
-        self._writers |= {at: len(self.events) for one in written for at in memories_of(one)}
+        self._writers |= {at: len(self.steps) for one in written for at in memories_of(one)}
         kept = [self._copy(one) for one in self._set(made)]
-        self._makers.update((id(one), len(self.events)) for one in made)
+        self._makers.update((id(one), len(self.steps)) for one in made)
         key = (what, *(tuple(one.shape) for one in made))
-        self.events.append(Event(row, key, given, kept))
+        self.steps.append(Step(row, key, given, kept))
 
     def _is_written(self, tensor: Tensor) -> bool:
         """Whether a tensor was given before, and may have been written to since."""
@@ -127,7 +127,7 @@ class _TracingMode(ObservingMode):
 class _Local(threading.local):
     """The mode of the own code that runs just now, for each thread."""
 
-    own_code: _TracingMode | None = None
+    own_code: ObservingMode | None = None
 
 
 class _Site:
@@ -138,7 +138,7 @@ class _Site:
 
 
 class _AroundTraced(AroundCode):
-    """Stands around the calls of the layer's module, each with events of its own, or all of one."""
+    """Stands around the calls of the layer's module, each with steps of its own, or all of one."""
 
     def __init__(self, net: nn.Module, layer: Layer, local: _Local, *, is_one: bool) -> None:
         assert layer.module is not None
@@ -153,9 +153,9 @@ class _AroundTraced(AroundCode):
 
     def mode(self) -> _TracingMode:
         """Return the mode for a call, in the order in which calls start."""
-        events = self.calls[0].events if self._is_one and self.calls else []
+        steps = self.calls[0].steps if self._is_one and self.calls else []
         outside = (*self._outside, *map(id, self._received))
-        self.calls.append(_TracingMode(self._layer, self._weights, outside, events))
+        self.calls.append(_TracingMode(self._layer, self._weights, outside, steps))
         return self.calls[-1]
 
     def run(self, args: Any, kwargs: Any) -> Any:
@@ -168,12 +168,21 @@ class _AroundTraced(AroundCode):
 
 
 class _AroundOther(AroundCode):
-    """Stands around the calls of other modules, which are events of the own code around them."""
+    """Stands around the calls of other modules, which are steps of the own code around them.
+
+    They run under a mode as well, one that sees nothing. So the whole network leaves PyTorch's fast
+    paths, as it does when it is recorded: an encoder on one would give nested tensors to attention
+    that is not.
+    """
+
+    def mode(self) -> ObservingMode:
+        """Return a mode that stays paused."""
+        return ObservingMode()
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Call the module outside of the mode."""
-        outer: _TracingMode | None = self.local.own_code
-        if outer is None or outer.is_paused:
+        outer = self.local.own_code
+        if not isinstance(outer, _TracingMode) or outer.is_paused:
             return super().run(args, kwargs)
         with _paused(outer):
             given = outer.before(args, kwargs)
@@ -181,17 +190,6 @@ class _AroundOther(AroundCode):
         with _paused(outer):
             outer.add(None, _CALL, given, output)
         return output
-
-
-class _AroundEncoder(_AroundOther):
-    """Stands around an encoder, which would give the attention in it nested tensors.
-
-    PyTorch's own attention does not take these under a mode, and under one the encoder makes none.
-    """
-
-    def mode(self) -> ObservingMode:
-        """Return a mode that sees nothing."""
-        return ObservingMode()
 
 
 @contextlib.contextmanager
@@ -203,15 +201,9 @@ def _paused(mode: _TracingMode) -> Iterator[None]:
         mode.is_paused = False
 
 
-def _around_other(other: nn.Module, module: nn.Module) -> type[_AroundOther]:
-    is_encoder = isinstance(other, nn.TransformerEncoder)
-    is_around = is_encoder and any(one is module for one in other.modules())
-    return _AroundEncoder if is_around else _AroundOther
-
-
 @contextlib.contextmanager
-def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[Event]]:
-    """Trace the own code of a layer inside the block, and have its events at the end.
+def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[Step]]:
+    """Trace the own code of a layer inside the block, and have its steps at the end.
 
     Parameters
     ----------
@@ -222,19 +214,19 @@ def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[Ev
     all_calls : bool
         Trace all calls of its module, one after the other, and not only the layer's.
     """
-    module, site, events = layer.module, _Site(), list[Event]()
+    module, site, steps = layer.module, _Site(), list[Step]()
     assert module is not None
     around = _AroundTraced(net, layer, site.local, is_one=all_calls)
     others = [one for one in net.modules() if one is not module and takes_hooks(one)]
     hook = OwnCodeHook(site)
-    wrappers = [(one, _around_other(one, module)(one, site.local)) for one in others]
+    wrappers = [(one, _AroundOther(one, site.local)) for one in others]
     with contextlib.ExitStack() as stack:
         for one, wrapper in [(module, around), *wrappers]:
             wrapper.put_around(one)
             stack.callback(wrapper.take_from, one)
         stack.callback(module.register_forward_pre_hook(hook.resume).remove)
         stack.callback(module.register_forward_hook(hook.pause, prepend=True).remove)
-        yield events
+        yield steps
         number = 0 if all_calls else layer.call
         for call in around.calls[number : number + 1]:
-            events += call.events
+            steps += call.steps

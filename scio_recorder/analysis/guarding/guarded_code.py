@@ -10,7 +10,7 @@ from torch import nn
 
 from scio_recorder.analysis.guarding.finite import kinds_made, kinds_of
 from scio_recorder.capture.own_code import ObservingMode
-from scio_recorder.layer import Layer, Operation, OperationIdx, describe
+from scio_recorder.layer import Layer, Operation, describe
 from scio_recorder.nets.architecture import operation_row
 from scio_recorder.nets.operations import Line, calling_line, is_unset
 
@@ -68,8 +68,9 @@ class GuardedCode(ObservingMode):
             fault = next(one for one in self._faults if one is fault or "inf" in one.made)
         if fault is None:
             return None
-        label = OperationIdx(*layer.label, fault.function, fault.index)
-        return operation_row(label, layer, None, fault.output_spec, *fault.line)
+        return operation_row(
+            layer, fault.function, fault.index, None, fault.output_spec, *fault.line
+        )
 
 
 def _numbers(values: Any) -> Iterator[str]:

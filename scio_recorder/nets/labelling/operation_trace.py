@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from scio_recorder.layer import DepthIdx, Layer, Operation, OperationIdx, describe
+from scio_recorder.layer import DepthIdx, Layer, Operation, describe
 from scio_recorder.nets.architecture import operation_row
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.nets.labelling.torchinfo import CallTrace, Row
@@ -92,10 +92,11 @@ class OperationTrace(CallTrace):
         found = []
         for number, one in enumerate(made):
             layer = layers[one.row.depth, one.row.depth_index or 0]
-            label = OperationIdx(*layer.label, one.function, one.index)
             # After the layers that had returned, and in order among each other.
             completion = one.num_completed - 1 + (number + 1) / (len(made) + 1)
-            row = operation_row(label, layer, completion, one.output_spec, *one.line)
+            row = operation_row(
+                layer, one.function, one.index, completion, one.output_spec, *one.line
+            )
             found.append(dataclasses.replace(row, executed=not one.is_transformed))
         return found
 
