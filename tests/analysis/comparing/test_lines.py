@@ -402,3 +402,23 @@ def test_a_patched_forward_of_transformers(name: str, part: str, old: str, new: 
     source, start = inspect.getsourcelines(original)
     line = start - 1 + line_of("".join(source), old, new)
     assert (first.operation.file, first.operation.line) == (modeling.__file__, line)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # fast paths, and nested tensors of PyTorch
+def test_attention_in_an_encoder_that_would_give_it_nested_tensors() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    net = nn.TransformerEncoder(layer, 2).eval()
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other.layers[1].self_attn.in_proj_weight.mul_(1.1)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    batch = {"src": torch.randn(2, 5, 16), "src_key_padding_mask": padding}
+    with torch.no_grad():
+        assert net(**batch)[1, 3:].count_nonzero() == 0  # as nested tensors leave it
+    one, two = (Recorder(each, input_data=batch) for each in (net, other))
+    one.record("layers.1.self_attn")
+    first = compare(one, two, [batch], operations=True).first
+    assert first is not None
+    assert first.operation is not None
+    assert first.operation.name == "layers.1.self_attn/multi_head_attention_forward:0"
