@@ -71,7 +71,7 @@ class _TracingMode(ObservingMode):
         # By id: the tensor, which stays alive, its version, and a copy.
         self._copies: dict[int, tuple[Tensor, Version, Tensor]] = {}
         self._makers = dict.fromkeys(outside, OUTSIDE)
-        # By memory: the number of the event that has written there last, perhaps through a view.
+        # By memory: the number of the step that has written there last, perhaps through a view.
         self._writers: dict[int, int] = {}
         # What functions such as ``empty`` have returned, by its memories.
         self._unset: dict[int, Tensor] = {}
@@ -82,7 +82,7 @@ class _TracingMode(ObservingMode):
         return [Given(self._copy(one), self._maker_of(one)) for one in self._set(found)]
 
     def _maker_of(self, tensor: Tensor) -> int | None:
-        """Return the number of the event that has made a tensor, or written to it since."""
+        """Return the number of the step that has made a tensor, or written to it since."""
         maker, memories = self._makers.get(id(tensor)), memories_of(tensor)
         writers = [self._writers.get(at, OUTSIDE) for at in memories]
         return None if maker is None else max([maker, *writers])
