@@ -4,12 +4,14 @@ Run ``python benchmarks/operations.py [--rounds 9]``. GPT-2 (the published size,
 2 x 128 tokens) and ResNet-50 (two images) have random weights. Arms are interleaved in random order
 in one process, and figures are medians of the ratios of each round. The last table takes 300 tiny
 operations of one module: the time that an arm adds to a bare pass over what a function mode adds
-that only calls, of the minima. TorchLens runs where it is installed.
+that only calls, of the minima. TorchLens, nnsight and TransformerLens run where they are installed;
+the last has its own base, GPT-2 with its head and eager attention, which it needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import statistics
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from rich.table import Table
 from timing import interleaved
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import GPT2Config, GPT2Model, ResNetConfig, ResNetModel
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, ResNetConfig, ResNetModel
 
 from scio_recorder import Layer, Recorder
 from scio_recorder.layer import TensorSpec
@@ -68,6 +70,17 @@ def recorded(net: nn.Module, x: Tensor, *selectors: Any, **options: Any) -> Call
     return lambda: rnet(x)
 
 
+def weighed(net: nn.Module, x: Tensor) -> Callable[[], object]:
+    rnet = Recorder(net, input_data=x, verbose=0)
+    rnet.record("h.?.attn", attention=True)
+
+    def run() -> object:
+        rnet(x)
+        return [attention.weights() for attention in rnet.attention.values()]
+
+    return run
+
+
 def reduced(net: nn.Module, x: Tensor, *, operations: bool) -> Callable[[], object]:
     """Reduce what has a row for each sample."""
     rnet = Recorder(net, input_data=x, verbose=0)
@@ -89,6 +102,46 @@ def resnet50() -> tuple[nn.Module, Tensor]:
     return ResNetModel(ResNetConfig()).eval(), torch.randn(2, 3, 224, 224)
 
 
+def torchlens(ids: Tensor) -> dict[str, Callable[[], object]]:
+    import torchlens as peer
+
+    net = gpt2()[0]
+    return {"TorchLens, every operation": lambda: peer.trace(net, (ids,))}
+
+
+def nnsight(ids: Tensor) -> dict[str, Callable[[], object]]:
+    import nnsight as peer
+
+    net = peer.NNsight(gpt2()[0])
+
+    def run() -> object:
+        with net.trace(ids):
+            found = peer.save([])
+            for block in range(10):
+                interface = net.h[block].attn.source.attention_interface_1.source
+                kernel = interface.torch_nn_functional_scaled_dot_product_attention_0
+                found.extend([kernel.inputs, kernel.output])
+        return found
+
+    return {"nnsight, attention of ten, with inputs": run}
+
+
+def transformer_lens(ids: Tensor) -> dict[str, Callable[[], object]]:
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    nets = [GPT2LMHeadModel(GPT2Config(use_cache=False, attn_implementation="eager"))] * 2
+    bare, whole = (copy.deepcopy(net).eval() for net in nets)
+    peer = build_bridge_from_module(whole, "GPT2LMHeadModel", hf_config=whole.config)
+    hooks = [f"blocks.{block}.attn.hook_pattern" for block in range(10)]
+    return {
+        "eager, with its head": lambda: bare(ids),
+        "TransformerLens, weights of ten": lambda: peer.run_with_cache(ids, names_filter=hooks),
+    }
+
+
+PEERS = {"torchlens": torchlens, "nnsight": nnsight, "transformer_lens": transformer_lens}
+
+
 def net_table(rounds: int) -> Table:
     table = Table(title=f"whole networks, {rounds} rounds")
     for heading in ("arm", "median / of", "quartiles", "bar"):
@@ -100,15 +153,16 @@ def net_table(rounds: int) -> Table:
         "mode by hand": under_mode(transformer, ids, keeps=True),
         "one operation": recorded(gpt2()[0], ids, "h.3/add:1"),
         "attention of ten, with inputs": recorded(gpt2()[0], ids, *attention, inputs=True),
+        "weights of ten": weighed(gpt2()[0], ids),
         "every operation": recorded(gpt2()[0], ids, "*/*"),
         "every operation, Moments": reduced(gpt2()[0], ids, operations=True),
         "every module, Moments": reduced(gpt2()[0], ids, operations=False),
     }
-    if importlib.util.find_spec("torchlens") is not None:
-        import torchlens
-
-        arms["TorchLens, every operation"] = lambda: torchlens.log_forward_pass(gpt2()[0], ids)
+    for package, add in PEERS.items():
+        if importlib.util.find_spec(package) is not None:
+            arms |= add(ids)
     bars = {
+        "TransformerLens, weights of ten": ("eager, with its head", ""),
         "one operation": ("bare", "1.02"),
         "attention of ten, with inputs": ("bare", "1.05"),
         "every operation": ("mode by hand", "1.15"),
