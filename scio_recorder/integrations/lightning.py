@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from scio_recorder.errors import needing
-from scio_recorder.integrations.training import NO_CALLS, GuardedRun, StepObserver
-
-if TYPE_CHECKING:
-    from scio_recorder.analysis.guarding.guard import Action, Guard
+from scio_recorder.integrations.training import NO_CALLS, GuardedTraining, StepObserver
 
 with needing("lightning", "the callback"):
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -212,7 +209,7 @@ class LayerStatsMonitor(Callback):
             logger.log_metrics(self.latest, step=_step(trainer))
 
 
-class GuardCallback(Callback):
+class GuardCallback(GuardedTraining, Callback):
     """Find the layer that makes the first NaN or infinity of a training.
 
     Parameters
@@ -221,6 +218,11 @@ class GuardCallback(Callback):
         A recorder of the network that the LightningModule trains, or of the module itself.
     gradients, action, kinds, keep_inputs, operations : optional
         As in ``rnet.guard``.
+
+    Attributes
+    ----------
+    guard : Guard or None
+        The result so far, None before the first run.
 
     Raises
     ------
@@ -246,30 +248,6 @@ class GuardCallback(Callback):
     True
     """
 
-    def __init__(
-        self,
-        rnet: Any,
-        *,
-        gradients: bool = True,
-        action: Action = "raise",
-        kinds: Collection[str] = ("nan", "inf"),
-        keep_inputs: bool = False,
-        operations: bool = False,
-    ) -> None:
-        self._run = GuardedRun(
-            rnet,
-            gradients=gradients,
-            action=action,
-            kinds=kinds,
-            keep_inputs=keep_inputs,
-            operations=operations,
-        )
-
-    @property
-    def guard(self) -> Guard | None:
-        """The result so far, None before the first run."""
-        return self._run.guard
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin to guard.
 
@@ -282,7 +260,7 @@ class GuardCallback(Callback):
         stage : str
             "fit", "validate", "test" or "predict".
         """
-        self._run.begin()
+        self.begin_guard()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -298,7 +276,7 @@ class GuardCallback(Callback):
         exception : BaseException
             The exception.
         """
-        self._run.end(exception)
+        self.end_guard(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End the guard.
@@ -317,7 +295,7 @@ class GuardCallback(Callback):
         FlowError
             The recorder's network was not called.
         """
-        self._run.end()
+        self.end_guard()
 
 
 def _step(trainer: Trainer) -> int:

@@ -21,7 +21,7 @@ from scio_recorder.recording.statistics import (
 from scio_recorder.tensors.arguments import boolean, whole
 
 if TYPE_CHECKING:
-    from scio_recorder.analysis.guarding.guard import Guard
+    from scio_recorder.analysis.guarding.guard import Action, Guard
 
 NO_CALLS = (
     "LayerStatsMonitor saw no call of the modules that it observes: they did not run "
@@ -110,15 +110,20 @@ class StepObserver:
         self._running.setdefault((event.grad, event.name), empty).update(event.value)
 
 
-class GuardedRun:
+class GuardedTraining:
     """A guard that calls of a trainer begin and end, in place of a ``with`` statement.
 
     Parameters
     ----------
     rnet : Recorder
         A recorder.
-    **options
+    gradients, action, kinds, keep_inputs, operations : optional
         As in ``rnet.guard``.
+
+    Attributes
+    ----------
+    guard : Guard or None
+        The result so far, None before the first run.
 
     Raises
     ------
@@ -126,21 +131,36 @@ class GuardedRun:
         This is no recorder.
     """
 
-    def __init__(self, rnet: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        rnet: Any,
+        *,
+        gradients: bool = True,
+        action: Action = "raise",
+        kinds: Collection[str] = ("nan", "inf"),
+        keep_inputs: bool = False,
+        operations: bool = False,
+    ) -> None:
         if not callable(getattr(rnet, "guard", None)):
             raise ArgumentError(
                 f"rnet is a {type(rnet).__name__}: write GuardCallback(Recorder(net, ...))"
             )
         self.guard: Guard | None = None
         self._rnet = rnet
-        self._options = options
+        self._options: dict[str, Any] = {
+            "gradients": gradients,
+            "action": action,
+            "kinds": kinds,
+            "keep_inputs": keep_inputs,
+            "operations": operations,
+        }
         self._block = ExitStack()
 
-    def begin(self) -> None:
+    def begin_guard(self) -> None:
         """Begin to guard."""
         self.guard = self._block.enter_context(self._rnet.guard(**self._options))
 
-    def end(self, exception: BaseException | None = None) -> None:
+    def end_guard(self, exception: BaseException | None = None) -> None:
         """End the guard, as a block does that an exception leaves, if there is one.
 
         Raises

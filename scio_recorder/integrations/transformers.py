@@ -7,12 +7,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from scio_recorder.errors import ArgumentError, FlowError, needing, warn
-from scio_recorder.integrations.training import NO_CALLS, GuardedRun, StepObserver
+from scio_recorder.integrations.training import NO_CALLS, GuardedTraining, StepObserver
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-    from scio_recorder.analysis.guarding.guard import Action, Guard
 
 with needing("transformers", "the callback"):
     from transformers import TrainerCallback
@@ -188,7 +187,7 @@ class LayerStatsMonitor(TrainerCallback):
         self._observer.end()
 
 
-class GuardCallback(TrainerCallback):
+class GuardCallback(GuardedTraining, TrainerCallback):
     """Find the layer that makes the first NaN or infinity of a training.
 
     Parameters
@@ -197,6 +196,11 @@ class GuardCallback(TrainerCallback):
         A recorder of the trainer's model.
     gradients, action, kinds, keep_inputs, operations : optional
         As in ``rnet.guard``.
+
+    Attributes
+    ----------
+    guard : Guard or None
+        The result so far, None before the first run.
 
     Raises
     ------
@@ -224,30 +228,6 @@ class GuardCallback(TrainerCallback):
     True
     """
 
-    def __init__(
-        self,
-        rnet: Any,
-        *,
-        gradients: bool = True,
-        action: Action = "raise",
-        kinds: Collection[str] = ("nan", "inf"),
-        keep_inputs: bool = False,
-        operations: bool = False,
-    ) -> None:
-        self._run = GuardedRun(
-            rnet,
-            gradients=gradients,
-            action=action,
-            kinds=kinds,
-            keep_inputs=keep_inputs,
-            operations=operations,
-        )
-
-    @property
-    def guard(self) -> Guard | None:
-        """The result so far, None before the first run."""
-        return self._run.guard
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
@@ -265,7 +245,7 @@ class GuardCallback(TrainerCallback):
             The model and others.
         """
         self.close()
-        self._run.begin()
+        self.begin_guard()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -282,10 +262,10 @@ class GuardCallback(TrainerCallback):
         FlowError
             The recorder's network was not called.
         """
-        self._run.end()
+        self.end_guard()
 
     def close(self) -> None:
         """End the guard of a training that an exception has ended."""
         # It may have ended before the network's first call.
         with suppress(FlowError):
-            self._run.end()
+            self.end_guard()
