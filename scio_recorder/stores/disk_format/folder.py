@@ -51,7 +51,7 @@ class Folder(Medium):
     """An open folder. It is closed by `close`, or when the last reference is gone.
 
     Names are resolved relative to the descriptor, so that nothing outside the folder can be
-    reached.
+    reached, but for what the cache of the Hugging Face Hub keeps beside it.
     """
 
     has_locks = True
