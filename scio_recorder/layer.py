@@ -229,7 +229,7 @@ class Layer:
         return f"{self.label} {self.name or '(root)'} ({self.type_name})"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Operation(Layer):
     """A call of a torch function by the own code of a layer, which returned tensors.
 
@@ -315,6 +315,9 @@ class Operation(Layer):
     def __str__(self) -> str:
         where = f" ({self.place})" if self.file else ""
         return f"{text_of(self.label)} {self.name}{where}"
+
+    def __repr__(self) -> str:
+        return f"<Operation {self}>"
 
 
 def not_its_label(layer: Layer) -> str:
