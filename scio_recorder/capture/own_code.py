@@ -264,7 +264,12 @@ class AroundCode(AroundPlain):
             private.set_function_modes(others if own is None else [*others, own])
             return self.call(args, kwargs)
         finally:
-            private.set_function_modes(modes)
+            # The module may have entered or left modes for good, as `set_default_device` does.
+            now = [mode for mode in private.function_modes() if mode not in (own, outer)]
+            if outer is not None:
+                above = len(modes) - 1 - modes.index(outer)
+                now.insert(len(now) - above, outer)
+            private.set_function_modes(now)
             local.own_code = outer
 
     def run_traced(self, args: Any, kwargs: Any) -> Any:
