@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import FlowError, LayerNotFoundError, PostprocessorError, Recorder
 from scio_recorder.postprocessors import OnInput
+from scio_recorder.tensors import private
 from tests.harness import attribute_names, hook_state, one_process
 from tests.oracle import same_bits
 from tests.zoo.base import Net
@@ -464,3 +465,36 @@ def test_own_code_of_a_compiled_module_is_an_error() -> None:
     with torch.no_grad():
         rnet(X)
         assert same_bits(rnet.activations["/tanh"], net.block(X * 1).tanh())
+
+
+def test_a_mode_that_a_forward_enters_for_good_stays() -> None:
+    class Setting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x) * 2
+            torch.set_default_device("cpu")
+            return y + 1
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.setting = Setting()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.setting(x) * 3
+
+    rnet = Recorder(Around(), input_size=(2, 4))
+    torch.set_default_device(None)
+    rnet.record("setting/add", "/mul")
+    try:
+        x = torch.randn(2, 4)
+        out = rnet(x)
+        assert len(private.function_modes()) == 1
+        assert torch.equal(out, (rnet.net.setting.inner(x) * 2 + 1) * 3)
+        assert torch.equal(rnet.activations["/mul"], out)
+    finally:
+        torch.set_default_device(None)
+    assert private.function_modes() == []
