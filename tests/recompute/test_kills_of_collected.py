@@ -35,7 +35,7 @@ class InputsJob(Job):
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
-        self.rnet.record("0", "2", "2.first", "3", inputs=True)
+        self.rnet.record("0", "2", "2.first", "2/add_", "3", inputs=True)
         everything = recorder(net=self.rnet.net)
         truth = expected(everything, self.data)
         label = everything.architecture.resolve("2.second")
