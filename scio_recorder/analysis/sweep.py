@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -17,15 +18,19 @@ import torch
 from torch import Tensor
 
 from scio_recorder.analysis.effects import Effects
+from scio_recorder.capture.checkpoint_regions import is_rerun
 from scio_recorder.capture.engine import (
     Capture,
     fusable,
+    refuse_transforms,
     warn_of_other_kernels,
 )
+from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import (
     ArgumentError,
     ComparisonError,
+    FlowError,
     PostprocessorError,
     UnsupportedNetError,
     warn,
@@ -43,8 +48,8 @@ from scio_recorder.tensors.copies import is_dense, twin, with_float64
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 
 Positions: TypeAlias = Literal["all"] | Iterable[int] | None
-# By layer: takes its output, and returns what the network goes on with; None for the same.
-_Replacements: TypeAlias = Mapping[RowIdx, Callable[[Any], Any]]
+# Takes a layer's output, and returns what the network goes on with; None for the same.
+_Replace: TypeAlias = Callable[[RowIdx, Any], Any]
 
 
 def sweep(
@@ -90,37 +95,72 @@ class _Runs:
 
     def __init__(self, capture: Capture, metric: Any) -> None:
         self.architecture, self.labels = capture.architecture, capture.recording
-        self._net, self._metric = capture.net, metric
+        self._net, self._program = capture.net, capture.program
+        self._metric = metric
         # Copies of what the layers return in the clean run, which is the first.
         self.outputs: dict[RowIdx, Any] = {}
+        self._counts: Counter[int] = Counter()
         self._has_run = False
-        warn_of_other_kernels(fusable(self.architecture), capture.program.modules, "patched")
-        # Its hooks are put on the network first, so that no run finds them changed.
-        self._capture = Capture(self._net, self.architecture, self.labels, RecordOptions())
+        self._replace: _Replace | None = None
+        self._hooks = CallHooks()
+        modules = self._program.modules
+        warn_of_other_kernels(fusable(self.architecture), modules, "patched")
+        # With operations, runs are passes of their own, in which post-processors replace outputs.
+        self._capture: Capture | None = None
+        if self._program.functions:
+            self._capture = Capture(self._net, self.architecture, self.labels, RecordOptions())
+            return
+        named = ((str(index), module) for index, module in enumerate(modules))
+        self._hooks.add(*(CallHook(one, name, after=self._after) for name, one in named))
 
     def remove(self) -> None:
         """Take all hooks from the network."""
-        self._capture.remove()
+        self._hooks.remove()
+        if self._capture is not None:
+            self._capture.remove()
 
-    def run(self, inputs: Inputs, given: _Replacements) -> Any:
+    def run(self, inputs: Inputs, replace: _Replace) -> Any:
         """Run the network on inputs, and return what the metric makes of its output."""
         if self._has_run:
             self.state.put_back()
         self._has_run = True
         # A graph can't keep tensors of inference mode, and networks can't write to its leaves.
         args, kwargs = map_tensors(twin, inputs) if torch.is_grad_enabled() else inputs
+        self._counts, self._replace = Counter(), replace
+        if self._capture is not None:
+            return self._metric(self._run_pass(self._capture, args, kwargs, replace))
+        output = self._net(*args, **kwargs)
+        self._replace = None
+        wrong = self._program.wrong_calls(self._counts)
+        if wrong:
+            raise FlowError(
+                "modules with recorded layers ran more or less often in a run of the sweep than "
+                f"at labelling: {'; '.join(wrong)}. Label the net as it is used (mode=, "
+                "input_data=), or record other layers"
+            )
+        return self._metric(output)
+
+    def _run_pass(self, capture: Capture, args: Any, kwargs: Any, replace: _Replace) -> Any:
+        posts = [partial(replace, label) for label in self._program.order]
         try:
-            output = self._capture.run(self._net, args, kwargs, given=given, records_outputs=False)
+            return capture.run(self._net, args, kwargs, given=posts, records_outputs=False)
         except PostprocessorError as error:
-            # Nobody has given a post-processor.
             if isinstance(error.__cause__, ComparisonError | UnsupportedNetError):
                 raise error.__cause__ from None
             raise
-        return self._metric(output)
+
+    def _after(self, index: str, _module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
+        if self._replace is None or is_rerun():
+            return None
+        positions, count = self._program.positions[int(index)], self._counts[int(index)]
+        self._counts[int(index)] += 1
+        label = self._program.labels[positions[count]] if count < len(positions) else None
+        return None if label is None else self._replace(label, output)
 
     def check(self, at: RowIdx, output: Any) -> None:
         """Copy a layer's output in the clean run, and compare its shape in other runs."""
         if at not in self.outputs:
+            refuse_transforms("patched")
             self.outputs[at] = map_tensors(twin, output)
         clean = self.outputs[at]
         if spec_of(clean) != spec_of(output):
@@ -135,19 +175,20 @@ class _Runs:
 def _patched(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions) -> Effects:
     """Return the metric of a run for each layer and position."""
 
-    def patch(at: RowIdx, position: int | None) -> _Replacements:
-        return {at: lambda output: patched(output, runs.outputs[at], position)}
+    def patch(patched_at: RowIdx, position: int | None) -> _Replace:
+        return lambda at, output: (
+            patched(output, runs.outputs[at], position) if at == patched_at else None
+        )
 
-    check: _Replacements = {at: partial(runs.check, at) for at in runs.labels}
-    first = _number(runs.run(clean, check))
+    first = _number(runs.run(clean, runs.check))
     chosen = _places(runs.architecture, runs.outputs, positions)
-    before = _number(runs.run(corrupted, check))
+    before = _number(runs.run(corrupted, runs.check))
     places: Sequence[int | None] = [None] if chosen is None else chosen
     values = [
         [_number(runs.run(corrupted, patch(at, position))) for position in places]
         for at in runs.labels
     ]
-    again = _number(runs.run(corrupted, check))
+    again = _number(runs.run(corrupted, runs.check))
     if before != again and not (math.isnan(before) and math.isnan(again)):
         raise ComparisonError(
             f"the metric of the corrupted run was {before} at first, and {again} when it ran again "
@@ -342,16 +383,14 @@ def _estimated(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positio
 
     def share(at: RowIdx, output: Any) -> Any:
         runs.check(at, output)
-        layer, clean_output = runs.architecture[at], runs.outputs[at]
-        by_position = positions is not None
-        shares[at], copies = _shared(layer, output, clean_output, by_position=by_position)
+        given = runs.architecture[at], output, runs.outputs[at]
+        shares[at], copies = _shared(*given, by_position=positions is not None)
         return copies
 
     # Kernels may differ where gradients are asked for: both runs use the same.
-    given: _Replacements = {at: partial(share, at) for at in runs.labels}
-    first = _number(runs.run(clean, given))
+    first = _number(runs.run(clean, share))
     chosen = _places(runs.architecture, runs.outputs, positions)
-    value = runs.run(corrupted, given)
+    value = runs.run(corrupted, share)
     before = _number(value)
     if not isinstance(value, Tensor) or not value.requires_grad:
         raise ComparisonError(
