@@ -96,7 +96,6 @@ class Capture:
         options: RecordOptions | None = None,
     ) -> None:
         self.net = net
-        self.architecture = architecture
         self.recording = recording
         self.options = options or RecordOptions()
         self.program = Program(architecture, recording, self.options)

@@ -285,7 +285,7 @@ class Hooks:
         if not functions or private.calls_compiled(module):
             return
         after, before = private.forward_hooks(module)
-        hook = OwnCodeHook(self._site)
+        hook = OwnCodeHook(self._site.local)
         if not self._own(after, OwnCodeHook):
             module.register_forward_hook(hook.pause)
         if not self._own(before, OwnCodeHook):
@@ -329,7 +329,7 @@ class Hooks:
         return [
             number
             for number, owner in owners
-            if isinstance(owner, kind) and owner.site is self._site
+            if isinstance(owner, kind) and owner.local is self._site.local
         ]
 
     def make_last(self) -> None:

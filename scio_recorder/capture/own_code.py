@@ -359,11 +359,10 @@ class ObservingMode(LibraryMode):
 class OwnCodeHook(Uncopied):
     """The hooks next to the forward of a module, between which its own code runs."""
 
-    __slots__ = ("local", "site")
+    __slots__ = ("local",)
 
-    def __init__(self, site: Any) -> None:
-        self.site = site
-        self.local = site.local
+    def __init__(self, local: Any) -> None:
+        self.local = local
 
     def resume(self, module: nn.Module, args: Any) -> None:
         """Let the mode take what comes, as the last hook before the forward."""

@@ -234,7 +234,8 @@ class Program:
     @cached_property
     def rows(self) -> list[Layer | None]:
         """The first recorded row of each module, and of each function in own code, if any."""
-        return [next(iter(self.layers_of([index])), None) for index in range(len(self.positions))]
+        rows = [None if label is None else self.architecture[label] for label in self.labels]
+        return [next((rows[at] for at in own if rows[at]), None) for own in self.positions]
 
     def layers_of(self, modules: Collection[int]) -> list[Layer]:
         """Return the recorded layers of modules, which are given by index."""

@@ -130,13 +130,6 @@ class _Local(threading.local):
     own_code: ObservingMode | None = None
 
 
-class _Site:
-    """What the wrappers of one trace share."""
-
-    def __init__(self) -> None:
-        self.local = _Local()
-
-
 class _AroundTraced(AroundCode):
     """Stands around the calls of the layer's module, each with steps of its own, or all of one."""
 
@@ -214,12 +207,12 @@ def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[St
     all_calls : bool
         Trace all calls of its module, one after the other, and not only the layer's.
     """
-    module, site, steps = layer.module, _Site(), list[Step]()
+    module, local, steps = layer.module, _Local(), list[Step]()
     assert module is not None
-    around = _AroundTraced(net, layer, site.local, is_one=all_calls)
+    around = _AroundTraced(net, layer, local, is_one=all_calls)
     others = [one for one in net.modules() if one is not module and takes_hooks(one)]
-    hook = OwnCodeHook(site)
-    wrappers = [(one, _AroundOther(one, site.local)) for one in others]
+    hook = OwnCodeHook(local)
+    wrappers = [(one, _AroundOther(one, local)) for one in others]
     with contextlib.ExitStack() as stack:
         for one, wrapper in [(module, around), *wrappers]:
             wrapper.put_around(one)
