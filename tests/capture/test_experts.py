@@ -18,14 +18,16 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_t
 
 def _swiglu(experts: Any, number: int, x: Tensor) -> Tensor:
     gate, up = (x @ experts.gate_up_proj[number].T).chunk(2, -1)
-    return (nn.functional.silu(gate) * up) @ experts.down_proj[number].T
+    returned: Tensor = (nn.functional.silu(gate) * up) @ experts.down_proj[number].T
+    return returned
 
 
 def _gpt_oss(experts: Any, number: int, x: Tensor) -> Tensor:
     both = x @ experts.gate_up_proj[number] + experts.gate_up_proj_bias[number]
     gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
     inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
-    return inner @ experts.down_proj[number] + experts.down_proj_bias[number]
+    returned: Tensor = inner @ experts.down_proj[number] + experts.down_proj_bias[number]
+    return returned
 
 
 CASES = {
