@@ -386,12 +386,7 @@ class Capture:
                 "OnInput can't act in a compiled pass: call the recorder without torch.compile, "
                 "or let the post-processor act on the output of the layer before"
             )
-        inside = (label in self.program.own_code for label in posts or ())
-        if any(inside) or any(isinstance(post, Knockout) for post in (posts or {}).values()):
-            raise PostprocessorError(
-                "a post-processor can't act on an operation in a compiled pass: call the recorder "
-                "without torch.compile, or let it act on a layer"
-            )
+        self.refuse_on_operations(posts)
         current = CompiledPass(self.program, posts, records_outputs)
         # After a pass that failed, hooks come back with the next pass that is not compiled, or when
         # the records of this one are read. Code that was made without them is made again then.
@@ -414,6 +409,15 @@ class Capture:
         elif not torch.compiler.is_dynamo_compiling():
             self._forget_latest()
         return output
+
+    def refuse_on_operations(self, posts: dict[RowIdx, Postprocessor] | None) -> None:
+        """Refuse post-processors inside own code, which can't act in a compiled pass."""
+        inside = (label in self.program.own_code for label in posts or ())
+        if any(inside) or any(isinstance(post, Knockout) for post in (posts or {}).values()):
+            raise PostprocessorError(
+                "a post-processor can't act on an operation in a compiled pass: call the recorder "
+                "without torch.compile, or let it act on a layer"
+            )
 
     def prepare_compiled(self) -> None:
         """Put the hooks behind those of others, before compiled code is made or checked.

@@ -429,6 +429,7 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         net: Any = self._modules["_net"]
         run: Any = (self._capture if self._collected is None else self._collected).run
         if private.compiler_around():
+            self._capture.refuse_on_operations(self._posts_of(activation_postproc))
             # Dynamo can't follow this call, but would compile the modules inside, whose hooks then
             # record nothing.
             run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]  # in torch
@@ -463,15 +464,17 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         given: Postprocessors | None,
         dont_record: bool,
     ) -> Any:
-        program = self._capture.program
-        if isinstance(given, Mapping):
-            posts: Any = assign_by_key(program.keys, given)
-        else:
-            posts = None if given is None else assign(self.architecture, program.order, given)
+        posts = self._posts_of(given)
         if private.is_exporting():
             # An exported program runs elsewhere: nothing can be recorded here.
             dont_record = True
         return self._capture.run_compiled(self._net, args, kwargs, posts, not dont_record)
+
+    def _posts_of(self, given: Postprocessors | None) -> Any:
+        program = self._capture.program
+        if isinstance(given, Mapping):
+            return assign_by_key(program.keys, given)
+        return None if given is None else assign(self.architecture, program.order, given)
 
     def extract(self, *args: Any, **kwargs: Any) -> Records:
         """Run the network no further than the last recorded layer.

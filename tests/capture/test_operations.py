@@ -439,10 +439,11 @@ def test_functions_that_others_compiled_are_left_alone(backend: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_recorders_record_layers_and_say_so_of_operations() -> None:
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_recorders_record_layers_and_say_so_of_operations(fullgraph: bool) -> None:
     net = Body().eval()
     rnet = wrap(net, "block/*", "block", "last")
-    rnet.compile(backend="eager", fullgraph=True)
+    rnet.compile(backend="eager", fullgraph=fullgraph)
     with torch.no_grad():
         assert same_bits(rnet(X), net(X))
         assert same_bits(rnet.activations["block"], net.block(X * 1))
