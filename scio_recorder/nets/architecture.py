@@ -97,7 +97,11 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         self.num_sharing = 1
 
     def __getitem__(self, key: RowIdx | str) -> Layer:
-        found = self._rows.get(key) if isinstance(key, Label) else None
+        try:
+            # Most keys are labels, or pairs that equal one.
+            found = self._rows.get(key)  # type: ignore[arg-type]  # others are not found
+        except TypeError:
+            found = None
         return found or self._row(self.resolve(key))
 
     def _row(self, label: RowIdx) -> Layer:

@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import lru_cache
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -135,7 +136,11 @@ def tensors(value: Any) -> list[Tensor]:
     >>> [t.shape for t in tensors([torch.ones(2), {"k": torch.ones(3)}])]
     [torch.Size([2]), torch.Size([3])]
     """
-    return flatten(value)[0]
+    if isinstance(value, Tensor):
+        return [value]
+    found: dict[int, Tensor] = {}
+    _Copy(Tensor, lambda tensor: found.setdefault(id(tensor), tensor)).of(value)
+    return list(found.values())
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -160,8 +165,15 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
-    leaves, rebuild = flatten(value)
-    return rebuild([function(leaf) for leaf in leaves])
+    # By the id of a tensor, which is held meanwhile.
+    made: dict[int, tuple[Tensor, Any]] = {}
+
+    def replace(tensor: Tensor) -> Any:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor, function(tensor)
+        return made[id(tensor)][1]
+
+    return _Copy(Tensor, replace).of(value)
 
 
 def holder_out_of_sight(shared: Iterable[Shared]) -> Any:
@@ -354,8 +366,8 @@ class _Copy:
         return new
 
     def _object(self, value: Any, is_inside: bool) -> Any:
-        kind = type(value)
-        base: Any = next((base for base in _CONTAINERS if isinstance(value, base)), object)
+        kind: Any = type(value)
+        base = _base_of(kind)
         is_container = base is not object or dataclasses.is_dataclass(value)
         if not is_container:
             # A container in an opened object may receive tensors later, like the parts of a
@@ -383,9 +395,11 @@ class _Copy:
         """Give a new object the attributes of the old one, slots included."""
         for name, item in getattr(old, "__dict__", {}).items():
             new.__dict__[name] = self.of(item, is_inside)
-        for name in (name for name in slots(type(old)) if hasattr(old, name)):
-            # Frozen dataclasses refuse their own setattr.
-            object.__setattr__(new, name, self.of(getattr(old, name), is_inside))
+        kind: Any = type(old)
+        for name in slots(kind):
+            if hasattr(old, name):
+                # Frozen dataclasses refuse their own setattr.
+                object.__setattr__(new, name, self.of(getattr(old, name), is_inside))
         if isinstance(old, defaultdict):
             new.default_factory = old.default_factory
             self.shared.append(Shared(old, old.default_factory))
@@ -398,7 +412,8 @@ def _can_be_filled(value: Any) -> bool:
     return any(isinstance(item, list | dict | set | deque) for item in own)
 
 
-def slots(kind: type) -> list[str]:
+@lru_cache(4096)
+def slots(kind: type) -> tuple[str, ...]:
     """Return the names of the slots of a class that is written in Python.
 
     Examples
@@ -406,15 +421,21 @@ def slots(kind: type) -> list[str]:
     >>> class Place:
     ...     __slots__ = ("__dict__", "row")
     >>> slots(Place)
-    ['row']
+    ('row',)
     """
-    return [
+    return tuple(
         name
         for base in kind.__mro__
         if "__slots__" in vars(base)
         for name, member in vars(base).items()
         if isinstance(member, MemberDescriptorType)
-    ]
+    )
+
+
+@lru_cache(4096)
+def _base_of(kind: type) -> Any:
+    """Return the built-in container that a class is, or is derived from; ``object`` if none."""
+    return next((base for base in _CONTAINERS if issubclass(kind, base)), object)
 
 
 def _is_plain_kind(kind: type) -> bool:
