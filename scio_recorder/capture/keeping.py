@@ -154,7 +154,7 @@ class KeptTensor:
         return (
             version_of(self.used) != self.used_version
             or (self.exposed_by is not None and self.exposed_by.is_overwritten)
-            or not _same_bits(self.tensor, self.used)
+            or not same_bits(self.tensor, self.used)
         )
 
 
@@ -225,7 +225,7 @@ def _keep_tensor(
         # graph later.
         and known.tensor.requires_grad == leaf.requires_grad
         # Torch doesn't count all writes.
-        and _same_bits(known.tensor, leaf)
+        and same_bits(known.tensor, leaf)
     ):
         known = None
     view = inner = None
@@ -241,14 +241,6 @@ def _keep_tensor(
     if view is not None and inner is not None:
         inner.exposed_by = known
     return known
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    try:
-        return same_bits(one, other)
-    except RuntimeError:
-        # Tensors without data can't be compared.
-        return False
 
 
 def offload(apart: Apart) -> Recorded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scio_recorder.errors import LabellingError, UnsupportedNetError
-from scio_recorder.layer import describe, shapes_of
+from scio_recorder.layer import Layer, describe, shapes_of
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import usable_device
 from scio_recorder.tensors.copies import dtype_name
-from scio_recorder.tensors.structures import tensors
+from scio_recorder.tensors.structures import holder_out_of_sight, taken_apart, tensors
 
 # One of these is in each message of torch about a dtype.
 _ABOUT_DTYPES = re.compile("type|not implemented for", re.IGNORECASE)
@@ -218,3 +218,39 @@ def cast_for(net: nn.Module | None, inputs: Inputs, error: BaseException) -> tup
                 f"{dtype_name(wanted)}"
             )
     return None
+
+
+def refuse_unkeepable(layer: Layer, value: Any, searched: set[object]) -> None:
+    """Refuse what a layer returns if no copy of it would have all its tensors.
+
+    Parameters
+    ----------
+    layer : Layer
+        The layer.
+    value : Any
+        What it returns.
+    searched : set
+        The layers that were found in order, with the types of what they return: to look at all that
+        an object holds takes long.
+    """
+    if isinstance(value, Iterator):
+        raise UnsupportedNetError(
+            f"layer {layer} returns a {type(value).__name__}, which can be read only once, and the "
+            "network reads it: record the layers inside this one"
+        )
+    shared = taken_apart(value).shared
+    key = (layer, *[type(part.held) for part in shared])
+    holder = None if key in searched else holder_out_of_sight(shared)
+    if holder is not None:
+        raise UnsupportedNetError(
+            f"layer {layer} returns a {type(holder).__name__} with tensors inside it, as in a "
+            "closure, a bound method or the keys of a dictionary. The network can overwrite them, "
+            "and no record can copy them: let the layer return the tensors themselves, or record "
+            "the layers inside this one"
+        )
+    searched.add(key)
+    if private.transform_around() is not None:
+        raise UnsupportedNetError(
+            f"layer {layer} runs inside a torch.func transform (vmap, grad, ...), whose tensors "
+            "die with the transform: record a layer around the transform"
+        )

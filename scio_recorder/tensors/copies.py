@@ -347,6 +347,36 @@ def twin(tensor: Tensor) -> Tensor:
     return copy
 
 
+class Copies:
+    """Copies of tensors as they were when they were asked for, of each one until it is written to.
+
+    Tensors that were copied stay alive, so that no others take their ids.
+
+    Examples
+    --------
+    >>> copies, x = Copies(), torch.zeros(1)
+    >>> first = copies.of(x)
+    >>> copies.of(x) is first, copies.of(x.add_(1)) is first, first
+    (True, False, tensor([0.]))
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, Version, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the copy of a tensor, in its present state."""
+        if id(tensor) not in self._known or self.is_written(tensor):
+            self._known[id(tensor)] = tensor, version_of(tensor), twin(tensor)
+        return self._known[id(tensor)][2]
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether a tensor was copied and has been written to since, counted by torch or not."""
+        if id(tensor) not in self._known:
+            return False
+        _, version, copy = self._known[id(tensor)]
+        return version_of(tensor) != version or not same_bits(tensor, copy)
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bits: NaN is NaN, 0.0 is not -0.0.
 
@@ -358,7 +388,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     Returns
     -------
     bool
-        Compared by value if tensors are not strided. False if the memory of one was freed.
+        Compared by value if tensors are not strided. False if one has no data, or its memory was
+        freed.
 
     Examples
     --------
@@ -367,6 +398,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     >>> same_bits(torch.zeros(1), -torch.zeros(1))
     False
     """
+    try:
+        return _same_bits(one, other)
+    except RuntimeError:
+        return False
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
     if (one.dtype, one.layout, one.is_nested) != (other.dtype, other.layout, other.is_nested):
         return False
     # Nested tensors have no shape, or one with a symbol that only they have.
@@ -378,7 +416,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one.detach().view(word), other.detach().view(word))
     inner, others = inner_tensors(one), inner_tensors(other)
     if inner[0] is not one:
-        return len(inner) == len(others) and all(map(same_bits, inner, others))
+        return len(inner) == len(others) and all(map(_same_bits, inner, others))
     if not (has_memory(one) and has_memory(other)):
         return False
     if not is_dense(one):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -223,13 +223,10 @@ def _open(
     networks = [(side, own) for side, own in sides if isinstance(side, NetworkSide)]
     for net in {id(side.net): side.net for side, _ in networks}.values():
         stack.enter_context(untouched(net))
-    options = RecordOptions(
-        inputs=one.knows_inputs and two.knows_inputs and not keeps_digests,
-        # Nobody knows before a pass what it overwrites, and a comparison must not fail.
-        copy="always",
-        calls=next((side.calls for side, _ in networks), "labelled"),
-        notes_moments=False,
-    )
+    calls: Literal["labelled", "any"] = next((side.calls for side, _ in networks), "labelled")
+    # Of all calls of a pass, nobody knows which inputs belong to the output that differs.
+    has_inputs = one.knows_inputs and two.knows_inputs and calls == "labelled"
+    options = RecordOptions(inputs=has_inputs and not keeps_digests, calls=calls)
     for side, own in networks:
         side.open(stack, own, options, keeps_digests=keeps_digests)
 

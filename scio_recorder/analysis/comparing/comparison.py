@@ -210,10 +210,9 @@ class Comparison:
             figures = map(self._figures, pairs)
             layer.add(block, list(map(_MeasuredPart, count(), pairs, figures)), same)
 
-    def _are_same(self, pair: Pair, mine: Any, theirs: Any) -> bool | None:
+    def _are_same(self, pair: Pair, mine: Inputs | None, theirs: Inputs | None) -> bool | None:
         """Whether all inputs of a layer are equal; None if that is not known."""
-        # Of all calls of a pass, nobody knows which inputs belong to the output that differs.
-        if not isinstance(mine, Inputs) or not isinstance(theirs, Inputs):
+        if mine is None or theirs is None:
             return None
         if isinstance(pair.reference, Operation):
             # Numbers are a part of the operation, and arguments have no names.

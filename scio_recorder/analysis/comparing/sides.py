@@ -22,6 +22,7 @@ from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import Layer, RowIdx, counted, few
 from scio_recorder.nets.records import Inputs
+from scio_recorder.nets.refusals import refuse_unkeepable
 from scio_recorder.recording import Recording
 from scio_recorder.recording.advice import raise_for_batch
 from scio_recorder.recording.feed import Feed
@@ -29,7 +30,7 @@ from scio_recorder.recording.made_with import made_with
 from scio_recorder.recording.rows import BatchRows
 from scio_recorder.reductions import Digest
 from scio_recorder.reductions.base import several
-from scio_recorder.tensors.copies import is_plain, twin
+from scio_recorder.tensors.copies import Copies, is_plain, twin
 from scio_recorder.tensors.digests import sample_digests
 from scio_recorder.tensors.structures import map_tensors
 
@@ -119,9 +120,14 @@ class NetworkSide:
         self._capture = capture
         self._compiled = compiled
         self._keeps_digests = False
+        # As a sink of the capture: what takes the output of each layer.
+        self.receivers: dict[RowIdx, Callable[[Any], None]] = {}
         self._block = SampleBlock(())
-        # What was kept of the current batch, if not by the capture: digests, and compiled records.
-        self._kept: dict[RowIdx, Any] = {}
+        # Of the current batch: copies of what layers return and receive, or digests.
+        self._outputs: dict[RowIdx, Any] = {}
+        self._inputs: dict[RowIdx, Inputs] = {}
+        self._copies = Copies()
+        self._searched: set[object] = set()
 
     def has(self, label: RowIdx) -> bool:
         """Whether the output of a layer or of an operation can be known."""
@@ -141,19 +147,21 @@ class NetworkSide:
             chosen = tuple(sorted(set(labels)))
             self._capture = Capture(self.net, self.architecture, chosen, options)
             stack.callback(self._capture.remove)
+        recorded = self._capture.recording
+        self.receivers = {label: partial(self._receive, label) for label in recorded}
 
     def load(self, block: SampleBlock) -> None:
         """Run the network on a batch."""
-        self._block, self._kept = block, {}
+        self._block, self._outputs, self._inputs = block, {}, {}
         self._run(block, self._load)
+        # The network's own tensors go.
+        self._copies = Copies()
 
     def _load(self, args: Any, kwargs: Any) -> None:
         if self._compiled is not None:
             self._capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), self)
-        elif self._keeps_digests:
-            self._capture.run(self.net, args, kwargs, records_outputs=False, sink=self)
         else:
-            self._capture.run(self.net, args, kwargs)
+            self._capture.run(self.net, args, kwargs, records_outputs=False, sink=self)
 
     def _run(self, block: SampleBlock, run: Callable[[Any, Any], object]) -> None:
         """Let a function run the network on a batch."""
@@ -175,32 +183,32 @@ class NetworkSide:
 
     def output(self, label: RowIdx, as_digests: bool) -> Any:
         """Return a layer's output, or digests of it."""
-        if label in self._kept:
-            value = self._kept[label]
-        else:
-            value = _chosen(self._capture.activations.peek(label), self._block.rows)
-        return digests_of(value) if as_digests and not self._keeps_digests else value
+        if self._keeps_digests:
+            return self._outputs[label]
+        value = _chosen(self._outputs[label], self._block.rows)
+        return digests_of(value) if as_digests else value
 
     def inputs(self, label: RowIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known."""
-        if self._kept or not self._capture.program.options.inputs:
-            return None
-        inputs: Inputs = _chosen(self._capture.inputs.peek(label), self._block.received)
+        inputs: Inputs | None = _chosen(self._inputs.get(label), self._block.received)
         return inputs
 
-    @property
-    def receivers(self) -> dict[RowIdx, Callable[[Any], None]]:
-        """As a sink: take digests at the hook, or the copies of a compiled pass."""
-        return {label: partial(self._receive, label) for label in self._capture.program.recording}
-
     def _receive(self, label: RowIdx, value: Any) -> None:
-        chosen = _chosen(value, self._block.rows)
-        self._kept[label] = digests_of(chosen) if self._keeps_digests else chosen
+        """Copy an output at the hook, or take digests of it."""
+        refuse_unkeepable(self.architecture[label], value, self._searched)
+        if self._keeps_digests:
+            self._outputs[label] = digests_of(_chosen(value, self._block.rows))
+        else:
+            self._outputs[label] = map_tensors(self._copies.of, value)
 
-    def keep_inputs(self, *given: Any) -> None:
-        """Keep nothing: inputs are not requested."""
+    def keep_inputs(self, row: Layer, inputs: Inputs) -> Inputs:
+        """Copy what a module's forward, or a function, is about to receive."""
+        kept: Inputs = map_tensors(self._copies.of, inputs)
+        return kept
 
-    receive_inputs = keep_inputs
+    def receive_inputs(self, label: RowIdx, kept: Inputs) -> None:
+        """Take these copies, once it is known which layer's they are."""
+        self._inputs[label] = kept
 
 
 def _chosen(value: Any, rows: BatchRows | None) -> Any:

@@ -16,7 +16,7 @@ from scio_recorder.nets.architecture import operation_row
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.operations import calling_line, is_unset
 from scio_recorder.nets.state.untouched import reached
-from scio_recorder.tensors.copies import Version, memories_of, twin, version_of
+from scio_recorder.tensors.copies import Copies, memories_of
 from scio_recorder.tensors.structures import tensors
 
 _CALL, _RETURN = "call of a module", "return"
@@ -68,8 +68,7 @@ class _TracingMode(ObservingMode):
         self._layer = layer
         # The ids of parameters and buffers.
         self._weights = weights
-        # By id: the tensor, which stays alive, its version, and a copy.
-        self._copies: dict[int, tuple[Tensor, Version, Tensor]] = {}
+        self._copies = Copies()
         self._makers = dict.fromkeys(outside, OUTSIDE)
         # By memory: the number of the step that has written there last, perhaps through a view.
         self._writers: dict[int, int] = {}
@@ -79,7 +78,7 @@ class _TracingMode(ObservingMode):
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Given]:
         """Copy the inputs."""
         found = (one for one in tensors((args, kwargs)) if id(one) not in self._weights)
-        return [Given(self._copy(one), self._maker_of(one)) for one in self._set(found)]
+        return [Given(self._copies.of(one), self._maker_of(one)) for one in self._set(found)]
 
     def _maker_of(self, tensor: Tensor) -> int | None:
         """Return the number of the step that has made a tensor, or written to it since."""
@@ -103,25 +102,15 @@ class _TracingMode(ObservingMode):
     def add(self, row: Operation | None, what: str, given: list[Given], output: Any) -> None:
         """Keep a step."""
         made = tensors(output)
-        written = (one for one in made if self._is_written(one))
+        written = filter(self._copies.is_written, made)
         self._writers |= {at: len(self.steps) for one in written for at in memories_of(one)}
-        kept = [self._copy(one) for one in self._set(made)]
+        kept = [self._copies.of(one) for one in self._set(made)]
         self._makers.update((id(one), len(self.steps)) for one in made)
         key = (what, *(tuple(one.shape) for one in made))
         self.steps.append(Step(row, key, given, kept))
 
-    def _is_written(self, tensor: Tensor) -> bool:
-        """Whether a tensor was given before, and may have been written to since."""
-        known = self._copies.get(id(tensor))
-        return known is not None and (known[1] == -1 or known[1] != version_of(tensor))
-
     def _set(self, found: Any) -> Iterator[Tensor]:
         return (one for one in found if memories_of(one).isdisjoint(self._unset))
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._copies or self._is_written(tensor):
-            self._copies[id(tensor)] = tensor, version_of(tensor), twin(tensor)
-        return self._copies[id(tensor)][2]
 
 
 class _Local(threading.local):

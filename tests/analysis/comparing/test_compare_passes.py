@@ -6,7 +6,7 @@ import copy
 import gc
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from scio_recorder import Nodes, Recorder, Tokens, compare, open_recording
-from scio_recorder.errors import ComparisonError, FlowError
+from scio_recorder.errors import ComparisonError, FlowError, UnsupportedNetError
 from scio_recorder.reductions import Digest, Mean
 from tests.analysis.comparing.faults import batches, make_net, planted
 from tests.analysis.comparing.test_compare import recorder
@@ -534,3 +534,78 @@ def test_nodes() -> None:
     )
     assert difference.num_samples == 2
     assert difference["0"].num_elements == 10
+
+
+class Wrapped(nn.Module):
+    """Returns its input in something of which copies don't have the tensors."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(x)
+
+
+class Unwrapping(nn.Module):
+    def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.inner = Wrapped(wrap)
+        self.unwrap = unwrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unwrap(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap", "said"),
+    [
+        (lambda x: iter([x]), next, "list_iterator, which can be read only once"),
+        (lambda x: lambda: x, lambda made: made(), "function with tensors inside it"),
+        (lambda x: x.clone, lambda made: made(), "with tensors inside it"),
+    ],
+)
+def test_outputs_that_no_copy_has_are_refused(
+    wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor], said: str
+) -> None:
+    rnet = recorder(Unwrapping(wrap, unwrap))
+    with pytest.raises(UnsupportedNetError, match=f"1-1 inner .*{said}"):
+        compare(rnet, rnet, [torch.ones(2, 8)], progress=False)
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(self.inner)(x)
+
+
+def test_layers_inside_a_transform_are_refused() -> None:
+    rnet = recorder(Mapped())
+    with pytest.raises(UnsupportedNetError, match=r"1-1 inner .* inside a torch\.func transform"):
+        compare(rnet, rnet, [torch.ones(2, 8)], progress=False)
+
+
+class Uncounted(nn.Module):
+    """Writes to what an inner module has returned, in a way that torch does not count."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.ReLU(), nn.Identity(), nn.Identity()
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(self.first(x))
+        hidden.numpy()[...] += self.writes
+        return self.third(hidden)
+
+
+def test_copies_are_not_shared_across_a_write_that_is_not_counted() -> None:
+    one, two = (recorder(Uncounted(writes=writes)) for writes in (False, True))
+    difference = compare(one, two, [torch.ones(2, 8)], progress=False)
+    assert [layer.max_abs for layer in difference.values()] == [0, 0, 1, 1]
+    assert [layer.inputs_equal for layer in difference.values()] == [True, True, False, True]
+    assert difference.first is not None
+    assert difference.first.layer.name == ""
