@@ -106,6 +106,7 @@ def discriminant(features: Tensor, statistics: CovarianceResult) -> Tensor:
     >>> discriminant(torch.tensor([[1.0], [5.0]]), covariance.compute()).exp().tolist()
     [[0.9999..., ...], [0.5, 0.5]]
     """
+    _check_type(statistics, CovarianceResult, "discriminant() needs the result of Covariance(...)")
     if not isinstance(statistics.count, dict):
         raise CollectError("discriminant() needs statistics of classes: write Covariance(by=...)")
     distances = _distances(features, statistics, "discriminant")
@@ -146,6 +147,7 @@ def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
     >>> residual(torch.tensor([[9.0, 1.0], [0.0, 4.0]]), covariance.compute().principal(1)).tolist()
     [0.0, 3.0]
     """
+    _check_type(space, PrincipalSpace, "residual() needs Covariance(...).principal(k)")
     _check(features, len(space.mean))
     features = with_float64(features)
     centred = features.double() - space.mean.to(features.device)
@@ -155,6 +157,7 @@ def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
 
 def _distances(features: Tensor, statistics: CovarianceResult, name: str) -> Tensor:
     """Return the Mahalanobis distance to each mean, [samples, classes]."""
+    _check_type(statistics, CovarianceResult, f"{name}() needs the result of Covariance(...)")
     _check(features, len(statistics.covariance))
     features = with_float64(features)
     if not statistics.covariance.isfinite().all():
@@ -174,7 +177,16 @@ def _distances(features: Tensor, statistics: CovarianceResult, name: str) -> Ten
     return distances
 
 
+def _check_type(given: object, kind: type, need: str) -> None:
+    if not isinstance(given, kind):
+        raise CollectError(
+            f"{need} for one layer, not a {type(given).__name__}: of a recording, take "
+            "recording[label], and of several reductions theirs"
+        )
+
+
 def _check(features: Tensor, width: int) -> None:
+    _check_type(features, Tensor, "scores need features, a tensor,")
     shape = list(features.shape)
     if features.dim() == 2 and shape[1] == width:
         return

@@ -37,6 +37,8 @@ def load(target: str) -> Any:
             near = nearest(part, dir(found))
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
+            near = "; for build() in your mynets.py write mynets:build"
         raise UsageError(f"can't load {target}: {one_line(error)}{near}") from error
     return found
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError, raised_by, warn
-from scio_recorder.layer import Layer, Operation, RowIdx, describe
+from scio_recorder.layer import Layer, Operation, RowIdx, counted, describe, few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention_arguments import heads_of_groups
 from scio_recorder.nets.records import Inputs
@@ -64,9 +64,8 @@ def assign(
     {(1, 1): <built-in function abs>, (1, 2): <built-in function abs>}
     """
     chosen = _chosen(architecture, order, given)
-    for label, function in chosen.items():
-        if isinstance(function, Heads) and not torch.compiler.is_compiling():
-            _warn_of_mixed_heads(function, architecture[label], architecture)
+    if not torch.compiler.is_compiling():
+        _warn_of_mixed_heads(architecture, chosen)
     return chosen
 
 
@@ -87,7 +86,7 @@ def _chosen(
             "with one for each in the order in which they return, or a mapping by selector"
         )
     if len(given) < len(order):
-        missing = ", ".join(str(architecture[label]) for label in order[len(given) :])
+        missing = few([architecture[label] for label in order[len(given) :]], 3)
         raise PostprocessorError(
             f"activation_postproc has {len(given)} post-processors for {len(order)} recorded "
             f"layers, so none is left for {missing}: give one for each, in the order in which the "
@@ -100,8 +99,28 @@ def _chosen(
     return chosen
 
 
-def _warn_of_mixed_heads(heads: Heads, layer: Layer, architecture: Architecture) -> None:
-    """Warn if heads are changed behind the projection of an attention, which has mixed them."""
+def _warn_of_mixed_heads(
+    architecture: Architecture, chosen: Mapping[RowIdx, Postprocessor]
+) -> None:
+    """Warn, once for all layers, if heads are changed behind a projection that has mixed them."""
+    mixed = {}
+    for label, function in chosen.items():
+        layer = architecture[label]
+        right = isinstance(function, Heads) and _right_place(function, layer, architecture)
+        if right:
+            mixed[layer.label] = f"{function!r} acts on what layer {layer}", right
+    if mixed:
+        (acts, right), *others = mixed.values()
+        more = f" and {counted(len(others), 'other layer')}" if others else ""
+        verb = "return" if others else "returns"
+        warn(
+            f"{acts}{more} {verb}, in which the projection has mixed the heads already, so it "
+            f"changes no head: {right}"
+        )
+
+
+def _right_place(heads: Heads, layer: Layer, architecture: Architecture) -> str:
+    """Say where the heads of an attention are apart, if a layer's output has them mixed."""
     rows = list(architecture.values())
     if _ATTENTION.search(f"{layer.name.rpartition('.')[2]} {layer.type_name}"):
         inside = f"{layer.name}.".removeprefix(".")
@@ -110,14 +129,11 @@ def _warn_of_mixed_heads(heads: Heads, layer: Layer, architecture: Architecture)
         around = [row for row in rows if layer.name.startswith(f"{row.name}.") or not row.name]
         is_inside = any(_ATTENTION.search(f"{row.name} {row.type_name}") for row in around)
         mixing = [layer] if is_inside and _is_projection(layer) else []
-    if mixing or layer.type_name == "MultiheadAttention":
-        right = "torch's own attention runs its projection as no layer, so there its heads stay"
-        if mixing:
-            right = f"{{{mixing[-1].name!r}: OnInput({heads!r})}} acts on what it receives"
-        warn(
-            f"{heads!r} acts on what layer {layer} returns, in which the projection has mixed the "
-            f"heads already, so it changes no head: {right}"
-        )
+    if mixing:
+        return f"{{{mixing[-1].name!r}: OnInput({heads!r})}} acts on what it receives"
+    if layer.type_name == "MultiheadAttention":
+        return "torch's own attention runs its projection as no layer, so there its heads stay"
+    return ""
 
 
 def _is_projection(row: Layer) -> bool:

@@ -226,9 +226,10 @@ class Replace:
             return own
         if own.shape != new.shape or _kind(own) != _kind(new):
             raise PostprocessorError(
-                f"Replace has {describe(new)} for a layer that returns {describe(own)}. Record "
-                "the layer on the same number of samples, or write "
-                "Replace(activation.expand(shape))."
+                f"Replace has {describe(new)} for what is {describe(own)}. Record the layer on "
+                "the same number of samples, or write Replace(activation.expand(shape)). Inside "
+                "At and Heads give the same part of it: of heads, "
+                "activation.unflatten(-1, (num_heads, -1))[..., heads, :] with a list of heads."
             )
         return new.to(own.device, own.dtype, copy=True)
 

@@ -16,6 +16,7 @@ from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.watch import why_not_called
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError, RecorderError
+from scio_recorder.layer import few
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import InStep
 from scio_recorder.postprocessors.assigning import Postprocessors
@@ -101,7 +102,7 @@ class Collection:
     def _check(self, store: Store) -> None:
         architecture, layers = self.layers.architecture, self.layers
         if self.asked.store is None and layers.stored:
-            named = ", ".join(str(architecture[label]) for label in layers.stored)
+            named = few([architecture[label] for label in layers.stored], 3)
             raise CollectError(
                 f"store=None keeps only reductions, but there is none for {named}: give "
                 'reduce=, or a store such as "host"'

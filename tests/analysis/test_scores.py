@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from scipy import special, stats
 from sklearn import covariance, decomposition
-from torch import Tensor
+from torch import Tensor, nn
 
-from scio_recorder import CollectError
+from scio_recorder import CollectError, Recorder
 from scio_recorder.analysis.scores import discriminant, mahalanobis, residual
 from scio_recorder.reductions import Covariance
 from scio_recorder.reductions.covariance import CovarianceResult
@@ -51,6 +54,20 @@ def test_discriminant_is_the_classifier_of_normal_distributions() -> None:
     ]
     result = discriminant(features, statistics_of(train, labels))
     np.testing.assert_allclose(result, special.log_softmax(np.transpose(joint), axis=1), rtol=1e-9)
+
+
+def test_what_is_no_result_for_one_layer_is_an_error() -> None:
+    rnet = Recorder(nn.Linear(3, 2), input_size=(1, 3))
+    rnet.record("")
+    recording: Any = rnet.collect([torch.randn(4, 3)], reduce=Covariance(), progress=False)
+    scored: Any = rnet.collect([torch.randn(4, 3)], progress=False)
+    for score, statistics in itertools.product((mahalanobis, discriminant), (recording, [None])):
+        with pytest.raises(CollectError, match=r"not a (Recording|list): .* recording\[label\]"):
+            score(torch.ones(1, 2), statistics)
+    with pytest.raises(CollectError, match=r"needs Covariance\(\.\.\.\)\.principal\(k\)"):
+        residual(torch.ones(1, 2), recording[0, 1])
+    with pytest.raises(CollectError, match=r"features, a tensor, .* not a Recording"):
+        mahalanobis(scored, recording[0, 1])
 
 
 def test_a_discriminant_needs_classes() -> None:

@@ -158,7 +158,7 @@ def test_flow_that_depends_on_data(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["cli_nets"], ["'cli_nets'", "MODULE:NAME"]),
         (["cli_nets:"], ["MODULE:NAME"]),
-        (["no_such_module_at_all:net"], ["ModuleNotFoundError", "no_such_module_at_all"]),
+        (["no_such_module_at_all:net"], ["no_such_module_at_all", "write mynets:build"]),
         (["cli_broken:net"], ["cli_broken:net", "no_such_module_anywhere"]),
         (["cli_nets:missing"], ["AttributeError", "missing"]),
         (["cli_nets:number"], ["is of type int", "not a torch.nn.Module"]),

@@ -344,6 +344,14 @@ def test_heads_of_an_attention_that_is_the_whole_network_are_warned_of() -> None
             rnet(torch.randn(2, WIDTH), activation_postproc={name: HEADS})
 
 
+def test_one_warning_names_all_layers_whose_heads_are_mixed() -> None:
+    rnet = recorder(nn.Sequential(*(Transformer("out_proj") for _ in range(3))), "*.attn")
+    with pytest.warns(
+        UserWarning, match="0.attn .* and 2 other layers return, .*'0.attn.out_proj'"
+    ):
+        rnet(torch.randn(2, WIDTH), activation_postproc=HEADS)
+
+
 @pytest.mark.campaign
 def test_heads_of_a_library_are_warned_of_behind_the_projection_alone() -> None:
     config: Any = {"vocab_size": 9, "num_hidden_layers": 1, "hidden_size": WIDTH}

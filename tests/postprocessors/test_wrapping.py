@@ -242,6 +242,19 @@ def test_arguments_that_cannot_work(make: Any, words: list[str]) -> None:
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_a_head_is_replaced_by_the_part_of_a_record_that_the_error_names() -> None:
+    x, record = torch.randn(2, 5, 6), torch.randn(2, 5, 6)
+    for given in (record, record[..., 2:4]):
+        with pytest.raises(PostprocessorError) as caught:
+            Heads(3, [1], Replace(given))(x)
+        text = "activation.unflatten(-1, (num_heads, -1))[..., heads, :]"
+        assert text in str(caught.value)
+        part = eval(text, {"activation": record, "num_heads": 3, "heads": [1]})
+    expected = x.clone()
+    expected[..., 2:4] = record[..., 2:4]
+    assert same_bits(Heads(3, [1], Replace(part))(x), expected)
+
+
 @pytest.mark.parametrize(
     "make",
     [
