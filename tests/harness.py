@@ -66,6 +66,12 @@ def one_process() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def no_default_device() -> None:
+    """Leave no default device, and nothing of one: PyTorch 2.8 can't be asked for it then."""
+    torch.set_default_device(None)
+    vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
+
+
 def by_default(cases: Iterable[Case], names: Iterable[str]) -> list[Any]:
     """Return parameters for a test: named cases, and for the campaign all others."""
     chosen = set(names)

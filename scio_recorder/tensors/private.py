@@ -612,6 +612,11 @@ class _Traced(Tensor):
     __class__ = property(lambda self: torch._subclasses.FakeTensor)
 
 
+def is_traced(tensor: Tensor) -> bool:
+    """Whether a tensor stands for another while code is traced, and has no values."""
+    return isinstance(tensor, getattr(torch._subclasses, "FakeTensor", ()))
+
+
 @needs("torch._subclasses.FakeTensor", "force_static_flow")
 def pass_for_traced(tensor: Tensor) -> None:
     """Make a tensor claim to be traced: libraries ask before they look at its values."""

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from scio_recorder import FlowError, LayerNotFoundError, PostprocessorError, Recorder
 from scio_recorder.postprocessors import OnInput
 from scio_recorder.tensors import private
-from tests.harness import attribute_names, hook_state, one_process
+from tests.harness import attribute_names, hook_state, no_default_device, one_process
 from tests.oracle import same_bits
 from tests.zoo.base import Net
 
@@ -86,7 +86,9 @@ def test_checkpointed_modules_run_again_as_they_ran(
 ) -> None:
     found = []
     for net in (Body(reentrant), Body()):
-        rnet = wrap(net, "*/*", inputs=True, gradients=True)
+        # Not "*/*": on PyTorch 2.8, checkpoint itself calls empty in the network's own code.
+        selected = ("/mul", "/tanh", "*/linear", "*/gelu", "*/add")
+        rnet = wrap(net, *selected, inputs=True, gradients=True)
         rnet(X.clone().requires_grad_(), activation_postproc={f"block/{function}": post})
         outputs = rnet(X.clone().requires_grad_(), activation_postproc={f"block/{function}": post})
         before = {at: value.clone() for at, value in rnet.activations.items()}
@@ -247,7 +249,7 @@ def test_a_default_device_does_not_reach_copies() -> None:
         for _ in range(2):
             rnet(X)
     finally:
-        torch.set_default_device(None)
+        no_default_device()
     assert_true(rnet, net)
 
 
@@ -450,7 +452,10 @@ def test_compiled_recorders_record_layers_and_say_so_of_operations(fullgraph: bo
         for key in ("block/gelu", "block/gelu:0", (1, 1, "gelu", 0)):
             with pytest.raises(LayerNotFoundError, match="the pass was compiled"):
                 rnet.activations[key]
-        with pytest.raises(Exception, match="can't act on an operation in a compiled pass"):
+        # Dynamo of PyTorch 2.8 hands on no words of an error.
+        is_quoted = torch.__version__ >= "2.9" or not fullgraph
+        told = "can't act on an operation in a compiled pass" if is_quoted else None
+        with pytest.raises(Exception, match=told):
             rnet(X, activation_postproc={"block/gelu:0": double})
         rnet(X, activation_postproc={"last": double})
 
@@ -488,7 +493,7 @@ def test_a_mode_that_a_forward_enters_for_good_stays() -> None:
             return self.setting(x) * 3
 
     rnet = Recorder(Around(), input_size=(2, 4))
-    torch.set_default_device(None)
+    no_default_device()
     rnet.record("setting/add", "/mul")
     try:
         x = torch.randn(2, 4)
@@ -497,5 +502,5 @@ def test_a_mode_that_a_forward_enters_for_good_stays() -> None:
         assert torch.equal(out, (rnet.net.setting.inner(x) * 2 + 1) * 3)
         assert torch.equal(rnet.activations["/mul"], out)
     finally:
-        torch.set_default_device(None)
+        no_default_device()
     assert private.function_modes() == []

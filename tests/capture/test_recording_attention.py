@@ -322,7 +322,9 @@ def test_compiled_passes() -> None:
         rnet(x)
         with pytest.raises(UnsupportedNetError, match="compiled"):
             _ = rnet.attention
-        with pytest.raises(Exception, match="compiled pass"):
+        # Dynamo of PyTorch 2.8 hands on no words of an error.
+        told = "compiled pass" if torch.__version__ >= "2.9" else None
+        with pytest.raises(Exception, match=told):
             rnet(x, activation_postproc={"h.0.attn": Knockout(-1, 0)})
 
 

@@ -80,8 +80,8 @@ def examine(tensor: Tensor) -> NonFinite | None:
     """
     tensor = private.unmapped(tensor, -1)
     if type(tensor) not in _PLAIN or not is_dense(tensor):
-        # Tensors that stand for others while code is traced have no values.
-        plain = [one for one in plain_parts(tensor.detach()) if type(one) in _PLAIN]
+        parts_of = () if private.is_traced(tensor) else plain_parts(tensor.detach())
+        plain = [one for one in parts_of if type(one) in _PLAIN]
         parts = [one for one in map(examine, plain) if one is not None]
         totals = {kind: sum(getattr(one, kind) for one in parts) for kind in KINDS}
         return parts[0]._replace(**totals) if parts else None
