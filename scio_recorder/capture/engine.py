@@ -21,7 +21,7 @@ from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Program, RecordOptions, Sink
 from scio_recorder.capture.watch import Watcher
 from scio_recorder.errors import PostprocessorError, RecorderError, UnsupportedNetError, warn
-from scio_recorder.layer import Layer, RowIdx
+from scio_recorder.layer import Layer, OperationIdx, RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention_calls import AttentionRecords
 from scio_recorder.nets.operations import unseen
@@ -412,12 +412,12 @@ class Capture:
 
     def refuse_on_operations(self, posts: dict[RowIdx, Postprocessor] | None) -> None:
         """Refuse post-processors inside own code, which can't act in a compiled pass."""
-        inside = (label in self.program.own_code for label in posts or ())
-        if any(inside) or any(isinstance(post, Knockout) for post in (posts or {}).values()):
-            raise PostprocessorError(
-                "a post-processor can't act on an operation in a compiled pass: call the recorder "
-                "without torch.compile, or let it act on a layer"
-            )
+        for label, post in (posts or {}).items():
+            if isinstance(label, OperationIdx) or isinstance(post, Knockout):
+                raise PostprocessorError(
+                    "a post-processor can't act on an operation in a compiled pass: call the "
+                    "recorder without torch.compile, or let it act on a layer"
+                )
 
     def prepare_compiled(self) -> None:
         """Put the hooks behind those of others, before compiled code is made or checked.
