@@ -10,15 +10,17 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from scio_recorder.errors import LayerNotFoundError, RecorderError, SelectorTypeError
+from scio_recorder.errors import LayerNotFoundError, RecorderError, SelectorTypeError, warn
 from scio_recorder.layer import (
     Label,
     Layer,
     Operation,
     OperationIdx,
     RowIdx,
+    few,
     is_operation_key,
     label_of,
     not_its_label,
@@ -158,6 +160,8 @@ def by_selector(
                     f"{selector!r}: make the selectors disjoint, or combine the two entries"
                 )
             chosen[label] = entry
+    if not torch.compiler.is_compiling():
+        warn_of_longer_numbers(architecture, given, chosen, recorded)
     return chosen
 
 
@@ -307,28 +311,56 @@ def look_alikes(
     return others if 2 * len(others) > len(rows) else []
 
 
-def longer_numbers(architecture: Architecture, selector: object) -> list[str]:
-    """Return the names that a glob misses because their numbers have two digits, and ``?`` is one.
+def warn_of_longer_numbers(
+    architecture: Architecture,
+    selectors: Iterable[object],
+    chosen: Collection[RowIdx],
+    recorded: Collection[RowIdx] | None = None,
+) -> None:
+    """Warn if a glob misses rows because their numbers have two digits, and ``?`` stands for one.
 
     Parameters
     ----------
     architecture : Architecture
-        The layers.
-    selector : object
-        Any selector.
+        The layers, and operations.
+    selectors : iterable
+        As for :func:`select`.
+    chosen : collection of RowIdx
+        What all of them match.
+    recorded : collection of RowIdx, optional
+        If it is given, no other rows are meant.
 
     Examples
     --------
     >>> from scio_recorder.nets.labelling.label import label_net
     >>> _, architecture = label_net(nn.Sequential(*[nn.ReLU()] * 12), input_size=(1, 4))
-    >>> longer_numbers(architecture, "?"), longer_numbers(architecture, "*")
-    (['10', '11'], [])
+    >>> warn_of_longer_numbers(architecture, ["*"], list(architecture))
     """
+
+    def names(labels: Iterable[RowIdx]) -> dict[str, None]:
+        return dict.fromkeys(architecture[label].name.partition(":")[0] for label in labels)
+
+    taken = names(chosen)
+    for selector in selectors:
+        longer = _longer_numbers(architecture, selector)
+        meant = [label for label in longer if recorded is None or label in recorded]
+        missed = [name for name in names(meant) if name not in taken]
+        if missed:
+            warn(
+                f"{selector!r} misses {few(missed, 4)}, since ? stands for one character: add "
+                f"{str(selector).replace('?', '??')!r}, or give the modules, as in "
+                "record(*net.transformer.h)"
+            )
+
+
+def _longer_numbers(architecture: Architecture, selector: object) -> Sequence[RowIdx]:
+    """Return the rows of numbers of two digits, if a glob matches those of one digit."""
     if not isinstance(selector, str) or "?" not in selector or selector in architecture.names:
-        return []
-    one, two = (selector.replace("?", "[0-9]" * digits) for digits in (1, 2))
-    names = list(architecture.names)
-    return fnmatch.filter(names, two) if fnmatch.filter(names, one) else []
+        return ()
+    with suppress(LayerNotFoundError):
+        select(architecture, [selector.replace("?", "[0-9]")])
+        return select(architecture, [selector.replace("?", "[0-9][0-9]")])
+    return ()
 
 
 def _has_matrix(row: Layer) -> bool:

@@ -43,10 +43,10 @@ from scio_recorder.nets.operations import Operations
 from scio_recorder.nets.records import Records
 from scio_recorder.nets.selection import (
     did_not_run,
-    longer_numbers,
     look_alikes,
     select,
     select_modules,
+    warn_of_longer_numbers,
 )
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
 from scio_recorder.recorder.analysis_methods import AnalysisMethods
@@ -253,7 +253,7 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         is_inside = attention is not False or any(map(self._is_inside, selectors))
         architecture = self._with_operations() if is_inside else self.architecture
         recording = choose(architecture, selectors)
-        self._warn_of_missed(selectors, recording)
+        self._warn_of_missed(architecture, selectors, recording)
         if calls == "any":
             self._warn_of_unlabelled(selectors)
         layers = _attending(architecture, recording, attention)
@@ -317,21 +317,14 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             self._labelling = None
         return self.architecture.with_operations(self._operations)
 
-    def _warn_of_missed(self, selectors: Sequence[object], recording: Sequence[RowIdx]) -> None:
-        for selector in selectors:
-            # Other selectors may have chosen some of them.
-            missed = [
-                name
-                for name in longer_numbers(self.architecture, selector)
-                if not set(self.architecture.rows_of(name)) & set(recording)
-            ]
-            if missed:
-                warn(
-                    f"{selector!r} misses {few(missed, 4)}, since ? stands for one character: give "
-                    "the modules, as in record(*net.transformer.h), or a pattern, as in "
-                    r're.compile(r"\.h\.\d+$")'
-                )
-        missing = look_alikes(self.architecture, selectors, recording)
+    def _warn_of_missed(
+        self,
+        architecture: Architecture,
+        selectors: Sequence[object],
+        recording: Sequence[RowIdx],
+    ) -> None:
+        warn_of_longer_numbers(architecture, selectors, recording)
+        missing = look_alikes(architecture, selectors, recording)
         if missing:
             warn(
                 f"nn.Linear misses {counted(len(missing), 'layer')} that multiply by a matrix too, "

@@ -345,6 +345,29 @@ def test_a_question_mark_that_leaves_out_later_blocks_is_pointed_out() -> None:
     assert len(rnet.recording) == 10
 
 
+def test_a_question_mark_that_leaves_out_operations_of_later_blocks_is_pointed_out() -> None:
+    rnet = long(12)
+    with pytest.warns(UserWarning, match=r"'h\.\?/linear' misses h\.10/linear, h\.11/linear,"):
+        rnet.record("h.?/linear")
+    rnet.record("h.?/linear", "h.??/linear:0")
+    rnet.record("h.?/linear", "h.??/linear", calls="any")
+    assert len(rnet.recording) == 12
+
+
+def test_a_question_mark_that_leaves_recorded_layers_unchanged_is_pointed_out() -> None:
+    rnet, x = long(12), torch.ones(1, 4)
+    rnet.record("h.*")
+    with pytest.warns(UserWarning, match=r"'h\.\?' misses h\.10, h\.11, .* add 'h\.\?\?'"):
+        rnet(x, activation_postproc={"h.?": torch.zeros_like})
+    with pytest.warns(UserWarning, match=r"'h\.\?' misses h\.10, h\.11"):
+        rnet.collect([x], transform={"h.?": lambda activation, batch: activation}, progress=False)
+    rnet(x, activation_postproc={"h.?": torch.zeros_like, "h.??": torch.ones_like})
+    rnet.record("h.?", "h.10", "h.11", "h.9")
+    rnet(x, activation_postproc={"h.?": torch.zeros_like, "h.10": abs, "h.11": abs})
+    rnet.record("h.9")
+    rnet(x, activation_postproc={"h.?": torch.zeros_like})
+
+
 @pytest.mark.parametrize("selectors", [["h.?", "h.1?"], ["h.?", "h.??"], ["h.*"], ["h.1?"]])
 def test_globs_that_take_numbers_of_two_digits_are_silent(selectors: Any) -> None:
     long(12).record(*selectors)
