@@ -336,7 +336,7 @@ class Capture:
 
     def _fused_attention(self) -> list[Layer]:
         """Return the layers that torch runs by another kernel if a function mode is around them."""
-        own_code = {id(self.program.modules[index]) for index in self.program.functions}
+        own_code = {id(own.module) for own in self.program.functions}
         rows = self.architecture.values()
         return [
             row

@@ -141,16 +141,20 @@ class ModuleHook(Uncopied):
         if active is not None:
             return unseen(active.receive, self.index, args, output)
         # A call outside of any pass, unless a backward pass runs the module again.
-        site, local = self.site, self.local
-        if local.is_idle:
+        site = self.site
+        if self.local.is_idle:
             return None
         if private.backward_pass() != -1:
             return site.reruns.again(self.index, output) if site.reruns else None
-        if local.outside is not None:
-            local.outside.add(self.index)
+        self.note_outside()
+        return None
+
+    def note_outside(self) -> None:
+        """Note a call outside of any pass, if a block or the pass of another thread asks for it."""
+        if self.local.outside is not None:
+            self.local.outside.add(self.index)
         if RUNNING:
             self._note_for_other_threads()
-        return None
 
     def _note_for_other_threads(self) -> None:
         """Note a call in a thread without a pass, which the network of a pass may have started."""
@@ -187,20 +191,6 @@ class ModuleHook(Uncopied):
                 compiled.hooks_behind[self.index] = True
             is_behind = is_behind or owner is self
         return compiled.receive(self.index, output)
-
-
-class ReturnHook(ModuleHook):
-    """The hooks of a module of which only operations are recorded: they keep no output."""
-
-    __slots__ = ()
-
-    def after(self, module: nn.Module | None, args: Any, output: Any) -> Any:
-        """Note that the module has returned."""
-        active = None if torch.compiler.is_dynamo_compiling() else self.local.active
-        if active is None or not active.fast[self.index]:
-            return super().after(module, args, output)
-        active.log += self.index, NOTHING, 0
-        return None
 
 
 class AroundCompiled(Around):
@@ -241,17 +231,23 @@ class Hooks:
 
     def __init__(self, program: Program, site: Site, with_inputs: bool) -> None:
         self._modules = program.modules
-        self._functions = program.functions
-        self._unrecorded = program.unrecorded
-        self._encoders = program.encoders if program.functions else []
+        self._own_code = [
+            (own.module, [self._on_functions(entries, site) for entries in own.calls])
+            for own in program.functions
+        ]
         # The modules that recorded own code may call.
         self._called = program.called if program.functions else []
+        self._all = (*self._modules, *(own.module for own in program.functions), *self._called)
         self._site = site
         self._with_inputs = set(range(len(self._modules))) if with_inputs else set()
         self._checked_at = -1
         # Set when all are attached, and cleared before the first is removed: an interruption can
         # come between any two.
         self.is_attached = False
+
+    @staticmethod
+    def _on_functions(entries: Mapping[str, int], site: Site) -> dict[str, ModuleHook]:
+        return {name: ModuleHook(entry, site) for name, entry in entries.items()}
 
     def attach(self) -> None:
         """Attach the hooks, behind all others."""
@@ -260,7 +256,7 @@ class Hooks:
     def _attach(self) -> None:
         """Add what is missing: what is there stays, since other threads may call the modules."""
         for index, module in enumerate(self._modules):
-            hook = (ReturnHook if index in self._unrecorded else ModuleHook)(index, self._site)
+            hook = ModuleHook(index, self._site)
             after, before = private.forward_hooks(module)
             if self._is_newly_compiled(module):
                 self._remove_from(module)
@@ -271,30 +267,29 @@ class Hooks:
                     module.register_forward_hook(hook.after)
                 if index in self._with_inputs and not self._own(before):
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
-            self._attach_to_own_code(module, self._functions.get(index, {}))
             keep_out_of_copies(module)
-        for module in (*self._encoders, *self._called):
-            if not private.calls_compiled(module):
-                # The mode of an encoder takes no function.
-                self._put_around(module, {} if module in self._encoders else None)
+        for module, hooks in self._own_code:
+            self._put_around(module, hooks)
+            if any(hooks):
+                self._attach_to_own_code(module)
+        for module in self._called:
+            self._put_around(module, ())
         self._move_behind_others()
         self.is_attached = True
 
-    def _attach_to_own_code(self, module: nn.Module, functions: Mapping[str, int]) -> None:
-        # Nothing is seen of compiled code.
-        if not functions or private.calls_compiled(module):
-            return
+    def _attach_to_own_code(self, module: nn.Module) -> None:
         after, before = private.forward_hooks(module)
         hook = OwnCodeHook(self._site.local)
         if not self._own(after, OwnCodeHook):
             module.register_forward_hook(hook.pause)
         if not self._own(before, OwnCodeHook):
             module.register_forward_pre_hook(hook.resume)
-        self._put_around(
-            module, {name: ModuleHook(index, self._site) for name, index in functions.items()}
-        )
+        keep_out_of_copies(module)
 
-    def _put_around(self, module: nn.Module, hooks: Mapping[str, ModuleHook] | None) -> None:
+    def _put_around(self, module: nn.Module, hooks: Sequence[Mapping[str, ModuleHook]]) -> None:
+        if private.calls_compiled(module):
+            # Nothing is seen of compiled code.
+            return
         calls = (call for call in wrappers(module) if isinstance(call, AroundOwnCode))
         if all(call.site is not self._site for call in calls):
             # What makes calls passes must stand around it.
@@ -313,7 +308,7 @@ class Hooks:
 
     def _detach(self) -> None:
         self.is_attached = False
-        for module in (*self._modules, *self._encoders, *self._called):
+        for module in self._all:
             self._remove_from(module)
 
     def _remove_from(self, module: nn.Module) -> None:
@@ -357,7 +352,7 @@ class Hooks:
 
     def _move_behind_others(self) -> None:
         next_id = RemovableHandle.next_id
-        for module in self._modules:
+        for module in self._all:
             after, before = private.forward_hooks(module)
             _arrange(after, first=self._own(after, OwnCodeHook), last=self._own(after))
             _arrange(before, last=[*self._own(before), *self._own(before, OwnCodeHook)])

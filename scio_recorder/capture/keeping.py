@@ -108,19 +108,16 @@ class Setting:
         # Another thread may have learned more in the meantime.
         if kinds != before and before is self.kinds:
             options, labels = self._program.options, self._program.labels
-            unrecorded = self._program.unrecorded
             is_simple = not (options.inputs or options.gradients or options.offload)
             self.fast = [
                 is_simple
                 and all(
                     self._program.callers[at] is None
-                    and (
-                        index in unrecorded
-                        or (kinds[OUTPUT][at] == BARE and labels[at] not in self._program.slow)
-                    )
+                    and kinds[OUTPUT][at] == BARE
+                    and labels[at] not in self._program.slow
                     for at in positions
                 )
-                for index, positions in enumerate(self._program.positions)
+                for positions in self._program.positions
             ]
             self.kinds, self.is_fast = kinds, all(self.fast)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any, Protocol
 
@@ -47,6 +47,9 @@ class FunctionHook(Protocol):
 
     def after(self, module: None, args: Any, output: Any) -> Any:
         """Take the output; return what the code goes on with, None for the same."""
+
+    def note_outside(self) -> None:
+        """Note a call of the own code outside of any pass."""
 
 
 class _OwnCode(LibraryMode):
@@ -224,6 +227,7 @@ class _Functions(dict[Any, "FunctionHook | None"]):
     def __init__(self, hooks: Mapping[str, FunctionHook]) -> None:
         super().__init__()
         self._by_name = hooks
+        self.all = hooks.values()
         # Whether the own code has called a function that others have compiled.
         self.calls_compiled = False
 
@@ -286,34 +290,43 @@ class AroundOwnCode(AroundCode):
         The module.
     site : object
         That of the recorder's hooks.
-    hooks : mapping, optional
-        The hooks on functions of its own code, by name; by default, the module is only called.
+    hooks : sequence of mapping
+        For each call, the hooks on functions of the own code, by name; empty if the module is only
+        called.
     """
 
     def __init__(
-        self, module: nn.Module, site: Any, hooks: Mapping[str, FunctionHook] | None = None
+        self, module: nn.Module, site: Any, hooks: Sequence[Mapping[str, FunctionHook]]
     ) -> None:
         super().__init__(module, site.local)
         self.site = site
-        self._hooks = None if hooks is None else _Functions(hooks)
+        self._hooks = [*map(_Functions, hooks)]
 
     def mode(self) -> _OwnCode | None:
         """Return the mode for a call in a pass, or in one that checkpointing runs again."""
-        if self._hooks is None:
+        if not self._hooks:
             return None
         local = self.site.local
         active = local.active
         if active is not None:
+            number = active.own_code_calls.get(self, 0)
+            active.own_code_calls[self] = number + 1
+            # A call too many shows, since functions are called again then.
+            hooks = self._hooks[min(number, len(self._hooks) - 1)]
             sees, changes = active.sees_inputs, active.posts.acts
-            return self._mode(local.log, sees_inputs=sees, changes=changes)
-        is_again = self.site.reruns and private.backward_pass() != -1
-        if not is_again or local.is_idle:
+            return self._mode(hooks, local.log, sees_inputs=sees, changes=changes)
+        if local.is_idle:
             return None
-        return self._mode(None, sees_inputs=True, changes=True)
+        if private.backward_pass() == -1:
+            for hook in self._hooks[0].all:
+                hook.note_outside()
+        elif self.site.reruns:
+            # Which call it is shows by what the first run has noted.
+            return self._mode(self._hooks[0], None, sees_inputs=True, changes=True)
+        return None
 
-    def _mode(self, log: list[Any] | None, **options: bool) -> _OwnCode:
-        assert self._hooks is not None
-        return _OwnCode(self._hooks, log, skips_transforms=self.site.skips_transforms, **options)
+    def _mode(self, hooks: _Functions, log: list[Any] | None, **options: bool) -> _OwnCode:
+        return _OwnCode(hooks, log, skips_transforms=self.site.skips_transforms, **options)
 
 
 class ObservingMode(LibraryMode):

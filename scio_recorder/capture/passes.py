@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,7 +23,7 @@ from scio_recorder.capture.keeping import (
     keep,
     offload,
 )
-from scio_recorder.capture.own_code import refuse_checkpointed
+from scio_recorder.capture.own_code import AroundOwnCode, refuse_checkpointed
 from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError, UnsupportedNetError
 from scio_recorder.layer import RowIdx, few
@@ -130,6 +129,8 @@ class Pass:
         # Whether every call so far took the fast path, which logs bare tensors.
         self.is_bare = True
         self._counts: dict[int, int] = {}
+        # How often own code of each module has begun.
+        self.own_code_calls: dict[AroundOwnCode, int] = {}
         # The modules that other threads have called meanwhile, outside of any pass.
         self.called_in_other_threads: set[int] = set()
 
@@ -154,7 +155,7 @@ class Pass:
         if count < len(positions):
             label = self.program.labels[positions[count]]
             if self.rerun is not None:
-                self.rerun.note(index, CallKey(label, number))
+                self.rerun.note(self.program.firsts[index], CallKey(label, number))
             self._assign_inputs(index, args, positions[count], label)
             self._check_caller(positions[count], index)
         if label is None:
@@ -194,9 +195,9 @@ class Pass:
             if index >= len(self.program.modules):
                 # Calls of functions that failed are not listed, and none runs inside another.
                 count = self._counts.get(index, 0)
-            label = starts[min(count, len(starts) - 1)]
+            label = starts[min(count, len(starts) - 1)] if starts else None
             if self.rerun is not None:
-                self.rerun.note(index, CallKey(label), starts=True)
+                self.rerun.note(self.program.firsts[index], CallKey(label), starts=True)
             if label in self.posts.on_inputs:
                 layer = self.program.architecture[label]
                 if index >= len(self.program.modules):
@@ -376,11 +377,8 @@ class Pass:
                 self._check_counts(modules)
             self._positions, is_as_labelled = self._positions_of(modules), False
         if self.is_bare and is_as_labelled and program.counts_calls and self._keeps_outputs:
-            columns = [log[1::3], log[2::3]]
-            if program.unrecorded:
-                columns = [list(compress(column, program.labels)) for column in columns]
-            values, versions = columns
-            return Ended(Records.of_tensors(program.architecture, program.order, values, versions))
+            columns = log[1::3], log[2::3]
+            return Ended(Records.of_tensors(program.architecture, program.order, *columns))
         hold = holder()
         calls = zip(self._positions, log[1::3], log[2::3], strict=True)
         kept = [call for call in calls if call[1] is not NOTHING]
@@ -445,8 +443,7 @@ class Pass:
         # A pass that was stopped lacks the calls that would have come later.
         last = self.program.last + 1 if self._left == 0 else None
         counts, program = Counter(modules), self.program
-        found = program.wrong_calls(counts, last) or program.wrong_own_code(modules, last)
-        wrong = [f"\n  {text}" for text in found]
+        wrong = [f"\n  {text}" for text in program.wrong_calls(counts, last)]
         if wrong:
             raise FlowError(
                 "modules with recorded layers ran more or less often than at labelling, so labels "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
-from scio_recorder.errors import LayerNotFoundError, UnsupportedNetError
+from scio_recorder.errors import LayerNotFoundError
 from scio_recorder.layer import DepthIdx, Layer, Operation, OperationIdx, RowIdx, few, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention_calls import AttentionCalls, find_attention
@@ -64,11 +64,24 @@ class Sink(Protocol):
         """Take the result of `keep_inputs` for a layer, just before the layer's output."""
 
 
-class Program:
-    """The calls that a pass must show, in the order in which modules returned at labelling.
+class OwnCode(NamedTuple):
+    """A module in whose own code functions are recorded.
 
-    A module is hooked if at least one of its calls is selected, and then all its calls are counted.
-    If calls are not counted, a module has one entry, which stands for all its calls.
+    ``calls`` has the entries of these functions by name, for each call of the module in the order
+    in which they start; if calls are not counted, once for all.
+    """
+
+    module: nn.Module
+    calls: Sequence[Mapping[str, int]]
+
+
+class Program:
+    """The calls that a pass must show, in the order in which they returned at labelling.
+
+    Entries stand for who is called: a module, or a function in the own code of one call of a
+    module. A module has an entry if at least one of its calls is selected, a function if it is in
+    any call of its module, and then all their calls are counted. If calls are not counted, each has
+    one entry, which stands for all its calls.
     """
 
     def __init__(
@@ -86,27 +99,53 @@ class Program:
         self.options = options
         # Whether modules must run just as often as at labelling.
         self.counts_calls = options.calls == "labelled"
-        # Also those around operations: their returns tell calls with equally many operations apart.
-        self.modules: tuple[nn.Module, ...] = _distinct_modules(architecture, rows)
-        index = {id(module): i for i, module in enumerate(self.modules)}
-        # The functions to record in the own code of modules, both by index.
-        self.functions = _functions(architecture, rows, index)
-        num_entries = len(self.modules) + sum(map(len, self.functions.values()))
+        chosen = [architecture[label] for label in rows]
+        inside = [row for row in chosen if isinstance(row, Operation)]
+        self.modules = _distinct_modules(row for row in chosen if not isinstance(row, Operation))
+        operations = [*architecture.operations.values()] if self.counts_calls else inside
+        self.functions = self._own_code(operations)
+        # For each entry, the one of the function in the first call of its module: in other places
+        # than a pass it is not known which call runs.
+        self.firsts: list[int] = [
+            *range(len(self.modules)),
+            *(one.calls[0][name] for one in self.functions for own in one.calls for name in own),
+        ]
         # The flags of a pass in which no hook may take the fast path.
-        self.never_fast = [False] * num_entries
-        self.no_receivers: list[Any] = [None] * num_entries
+        self.never_fast = [False] * len(self.firsts)
+        self.no_receivers: list[Any] = [None] * len(self.firsts)
+        self._tabulate(self._expected(operations))
+        self.functions += [OwnCode(encoder, [{}]) for encoder in self._encoders()]
+
+    def _own_code(self, operations: Sequence[Operation]) -> list[OwnCode]:
+        """Return the modules of operations, whose functions get numbers behind those of modules."""
+        rows: dict[int, list[Operation]] = {}
+        for row in operations:
+            rows.setdefault(id(row.module), []).append(row)
+        numbers, found = itertools.count(len(self.modules)), []
+        for module in _distinct_modules(operations):
+            own = rows[id(module)]
+            names = dict.fromkeys(row.function for row in own)
+            num_calls = 1 + max(row.call for row in own) if self.counts_calls else 1
+            calls = [{name: next(numbers) for name in names} for _ in range(num_calls)]
+            found.append(OwnCode(module, calls))
+        return found
+
+    def _expected(self, operations: Sequence[Operation]) -> list[tuple[float, int, Any]]:
+        """Return the calls with their entries, in the order in which they returned."""
+        rows = (
+            (self.architecture[label], index)
+            for index, module in enumerate(self.modules)
+            for label in self._calls(module)
+        )
         # Bare tuples: dynamo can't follow the hash of a subclass.
         calls: list[tuple[float, int, Any]] = [
-            (architecture[label].completion or 0, index[id(module)], (label[0], label[1]))
-            for module in self.modules
-            for label in self._calls(module)
+            (row.completion or 0, index, (row.depth, row.index)) for row, index in rows
         ]
-        calls += [
-            (row.completion or 0, self.functions[index[id(row.module)]][row.function], row.label)
-            for row in self._operations(index)
-        ]
-        calls.sort()
-        self._tabulate(calls)
+        entries = {id(own.module): own.calls for own in self.functions}
+        for row in operations:
+            own = entries[id(row.module)][row.call if self.counts_calls else 0]
+            calls.append((row.completion or 0, own[row.function], row.label))
+        return sorted(calls)
 
     def _tabulate(self, calls: Sequence[tuple[float, int, RowIdx]]) -> None:
         """Note what a pass must show, given the calls with their entries in order."""
@@ -146,23 +185,6 @@ class Program:
         # The last selected call, after which a pass may stop.
         self.last = max((at for at, label in enumerate(self.labels) if label), default=-1)
 
-    def _operations(self, index: Mapping[int, int]) -> Iterator[Operation]:
-        """Yield the operations whose function is recorded in the own code around it."""
-        entered: set[int] = set()
-        chosen = {*self.recording, *self.hidden}
-        for row in self.architecture.operations.values():
-            entry = self.functions.get(index.get(id(row.module), -1), {}).get(row.function)
-            is_first = entry not in entered and row.label in chosen
-            if entry is not None and (self.counts_calls or is_first):
-                entered.add(entry)
-                yield row
-
-    @cached_property
-    def unrecorded(self) -> set[int]:
-        """Entries of which only the calls count: those of modules around recorded operations."""
-        rows = enumerate(self.positions)
-        return {index for index, own in rows if not any(self.labels[at] for at in own)}
-
     def _single(self, positions: list[int]) -> RowIdx | None:
         """Return the label of a module that is called once, under one name, and recorded."""
         is_clear = self.counts_calls and [self.callers[at] for at in positions] == [None]
@@ -178,8 +200,8 @@ class Program:
         if self.counts_calls:
             return self.architecture.calls(module)
         rows = (self.architecture[at] for at in self.recording)
-        own = [row for row in rows if row.module is module and not isinstance(row, Operation)]
-        return (own[0].label,) if own else self.architecture.calls(module)[:1]
+        own = (row for row in rows if row.module is module and not isinstance(row, Operation))
+        return (next(own).label,)
 
     def wrong_calls(
         self, seen: Mapping[int, int], before: int | None = None, *, of_functions: bool = True
@@ -193,28 +215,22 @@ class Program:
             if seen.get(index, 0) != expected[index]
         ]
 
-    def wrong_own_code(self, seen: Sequence[int], before: int | None = None) -> list[str]:
-        """Describe the functions that calls of a module share out in another way than at labelling.
-
-        Otherwise two and three calls in place of three and two would pass for the same.
-        """
-        expected, found = self.expected[:before], []
-        for owner, functions in self.functions.items():
-            for function in functions.values():
-                own = _shares(expected, owner, function), _shares(seen, owner, function)
-                if own[0] != own[1]:
-                    found.append(
-                        f"{self._described(function)}: {own[0]} at labelling, {own[1]} now"
-                    )
-        return found
-
     def _described(self, index: int) -> str:
         """Name the recorded layers or operations of an entry."""
-        rows = self.layers_of([index]) or [
-            self.architecture[label] for label in self.architecture.calls(self.modules[index])
-        ]
-        what = "function" if index >= len(self.modules) else "module"
-        return f"{few(rows, 4)}: calls of the {what}"
+        labels = [self.labels[at] for at in self.positions[index]]
+        rows = [self.architecture[label] for label in labels if label]
+        if index < len(self.modules):
+            return f"{few(rows, 4)}: calls of the module"
+        module, number, name = next(
+            (own.module, number, name)
+            for own in self.functions
+            for number, entries in enumerate(own.calls)
+            for name, entry in entries.items()
+            if entry == index
+        )
+        layers = self.architecture.values()
+        around = [row for row in layers if row.module is module and row.call == number]
+        return f"{few(rows or around, 4)}: calls of {name}"
 
     @cached_property
     def starts(self) -> list[list[RowIdx | None]]:
@@ -237,10 +253,10 @@ class Program:
         rows = [None if label is None else self.architecture[label] for label in self.labels]
         return [next((rows[at] for at in own if rows[at]), None) for own in self.positions]
 
-    def layers_of(self, modules: Collection[int]) -> list[Layer]:
-        """Return the recorded layers of modules, which are given by index."""
+    def layers_of(self, entries: Collection[int]) -> list[Layer]:
+        """Return the recorded layers and operations of entries; those of functions are `firsts`."""
         calls = zip(self.expected, self.labels, strict=True)
-        labels = [label for module, label in calls if module in modules and label is not None]
+        labels = [label for entry, label in calls if label and self.firsts[entry] in entries]
         return [self.architecture[label] for label in labels]
 
     def modules_of(self, labels: Iterable[RowIdx]) -> set[int]:
@@ -248,23 +264,27 @@ class Program:
         found = {self.expected[self.labels.index(label)] for label in labels}
         return {index for index in found if index < len(self.modules)}
 
-    @cached_property
-    def encoders(self) -> list[nn.Module]:
-        """The encoders around recorded own code.
+    def _encoders(self) -> list[nn.Module]:
+        """Return the encoders around recorded own code.
 
         Where no function mode is around them, they make nested tensors, which torch's own attention
         does not take where one is.
         """
-        owners = {id(self.modules[index]) for index in self.functions}
-        rows = self.architecture.values()
-        encoders = [row.module for row in rows if isinstance(row.module, nn.TransformerEncoder)]
-        return [one for one in encoders if not owners.isdisjoint(map(id, one.modules()))]
+        owners = {id(own.module) for own in self.functions}
+        rows = self.architecture.values() if owners else ()
+        encoders = {id(row.module): row.module for row in rows}.values()
+        return [
+            one
+            for one in encoders
+            if isinstance(one, nn.TransformerEncoder)
+            and id(one) not in owners
+            and not owners.isdisjoint(map(id, one.modules()))
+        ]
 
     @cached_property
     def called(self) -> list[nn.Module]:
         """The modules that own code with a mode may call, without those that have such code."""
-        having = [*self.encoders, *(self.modules[index] for index in self.functions)]
-        owners = {id(module): module for module in having}
+        owners = {id(own.module): own.module for own in self.functions}
         found: dict[int, Any] = {}
         ran: set[int] = set()
         around: list[Layer] = []
@@ -282,50 +302,12 @@ class Program:
         return [one for key, one in found.items() if key not in owners and takes_hooks(one)]
 
 
-def _functions(
-    architecture: Architecture, recording: tuple[RowIdx, ...], index: Mapping[int, int]
-) -> dict[int, dict[str, int]]:
-    """Return the functions of recorded operations, by the modules, with indices behind theirs."""
-    found: dict[int, dict[str, int]] = {}
-    number = len(index)
-    for row in map(architecture.__getitem__, recording):
-        if isinstance(row, Operation):
-            _refuse_recursion(architecture, row)
-            functions = found.setdefault(index[id(row.module)], {})
-            if row.function not in functions:
-                functions[row.function] = number
-                number += 1
-    return found
-
-
-def _refuse_recursion(architecture: Architecture, row: Operation) -> None:
-    around = architecture.enclosing(row.layer.label)
-    if any(architecture[label].module is row.module for label in around):
-        raise UnsupportedNetError(
-            f"{row} is of a module that calls itself, whose own code runs inside itself: record "
-            "the layer"
-        )
-
-
-def _shares(calls: Sequence[int], owner: int, function: int) -> list[int]:
-    """Return how many calls of a function there were before each return of the module."""
-    shares = [0]
-    for call in calls:
-        if call == owner:
-            shares.append(0)
-        shares[-1] += call == function
-    return shares
-
-
-def _distinct_modules(
-    architecture: Architecture, recording: tuple[RowIdx, ...]
-) -> tuple[nn.Module, ...]:
+def _distinct_modules(rows: Iterable[Layer]) -> tuple[nn.Module, ...]:
     found: dict[int, nn.Module] = {}
-    for label in recording:
-        module = architecture[label].module
-        if module is None:
+    for row in rows:
+        if row.module is None:
             raise LayerNotFoundError(
-                f"layer {architecture[label]} has no module: this architecture was read from disk"
+                f"layer {row} has no module: this architecture was read from disk"
             )
-        found.setdefault(id(module), module)
+        found.setdefault(id(row.module), row.module)
     return tuple(found.values())

@@ -101,6 +101,34 @@ def test_checkpointed_modules_run_again_as_they_ran(
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("call", [0, 1, 2])
+def test_a_module_that_a_checkpointed_one_calls_again_and_again(call: int, reentrant: bool) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Net(lambda net, x: x.sin() * net.weight)
+            self.part.weight = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.part(x)
+            return x
+
+    body = Again()
+    net = Net(lambda net, x: checkpoint(net.body, x, use_reentrant=reentrant), body=body)
+    rnet = Recorder(net, input_data=X, verbose=0)
+    rnet.record(f"2-{call + 1}/sin")
+    x = X.clone().requires_grad_()
+    rnet(x, activation_postproc=double).sum().backward()
+    by_hand = X.clone().requires_grad_()
+    result = by_hand
+    for number in range(3):
+        result = result.sin() * (2 if number == call else 1) * 1.5
+    result.sum().backward()
+    torch.testing.assert_close(x.grad, by_hand.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_functions_are_recorded_and_not_changed(reentrant: bool) -> None:
     net = Body(reentrant, is_module=False)
     rnet = wrap(net)

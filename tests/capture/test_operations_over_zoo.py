@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
     from tests.zoo.base import Case
 
-# Their own code calls itself, or other functions from pass to pass.
+# Their own code calls other functions from pass to pass.
 UNFIT = {
-    "recursive_module",
-    "recursive_root",
     "data_dependent_branch",
     "data_dependent_loop",
     "energy_gradient",
