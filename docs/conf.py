@@ -21,9 +21,9 @@ shutil.copytree(HERE.parent / "notebooks", HERE / "notebooks", dirs_exist_ok=Tru
 project = "scio-recorder"
 author = "The scio-recorder developers"
 copyright = f"2026, {author}"  # noqa: A001 - Sphinx's name
-release = version = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))[
-    "project"
-]["version"]
+release = version = tomllib.loads(
+    (HERE.parent / "pyproject.toml").read_text(encoding="utf-8")
+)["project"]["version"]
 
 extensions = [
     "myst_nb",
@@ -55,7 +55,9 @@ html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 html_js_files = ["search_in_files.js"]
 html_theme_options = {"footer_icons": []}
-pygments_dark_style = "github-dark"  # Furo's own underlines imports as if they were links
+pygments_dark_style = (
+    "github-dark"  # Furo's own underlines imports as if they were links
+)
 html_math_renderer = "mathml"
 
 # torchinfo is not documented here.
@@ -87,20 +89,38 @@ def link_copies(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = source[0].replace("](../docs/", "](../")
 
 
+def let_code_break(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Let names in the text break between their parts, so that a narrow column cuts no word."""
+    part = re.compile(r"(?<=[._/])(?=\w)|(?<=[a-z]{4})(?=[A-Z])")
+    code = re.compile('(?<=<span class="pre">)[^<]*')
+    context["body"] = code.sub(
+        lambda found: part.sub("<wbr>", found[0]), context.get("body", "")
+    )
+
+
 def write_texts(app: Sphinx, exception: Exception | None) -> None:
     """Write what all pages say into one script, for ``_static/search_in_files.js``."""
     if exception or app.builder.name != "html":
         return
     main = re.compile('<article role="main".*?</article>', re.DOTALL)
-    unseen = re.compile('<(script|style).*?</\\1>|<a class="headerlink".*?</a>', re.DOTALL)
+    unseen = re.compile(
+        '<(script|style).*?</\\1>|<a class="headerlink".*?</a>', re.DOTALL
+    )
     # Tags inside a line stand between letters that belong together, as in highlighted code.
-    inline, block = re.compile("</?(a|code|em|span|strong)\\b[^>]*>"), re.compile("<[^>]*>")
+    inline = re.compile("</?(a|code|em|span|strong|wbr)\\b[^>]*>")
+    block = re.compile("<[^>]*>")
     site, texts = Path(app.outdir), {}
     for page in sorted(site.rglob("*.html")):
         if found := main.search(page.read_text(encoding="utf-8")):
-            text = html.unescape(block.sub(" ", inline.sub("", unseen.sub(" ", found[0]))))
+            text = html.unescape(
+                block.sub(" ", inline.sub("", unseen.sub(" ", found[0])))
+            )
             texts[page.relative_to(site).as_posix()] = " ".join(text.split())
-    (site / "_static" / "page_texts.js").write_text(f"PAGE_TEXTS = {json.dumps(texts)};")
+    (site / "_static" / "page_texts.js").write_text(
+        f"PAGE_TEXTS = {json.dumps(texts)};"
+    )
 
 
 def write_index_for_models(app: Sphinx, exception: Exception | None) -> None:
@@ -109,14 +129,18 @@ def write_index_for_models(app: Sphinx, exception: Exception | None) -> None:
         return
     lines = ["# scio-recorder", "", f"> {_first_words(app, 'index')}"]
     for part in app.env.toctree_includes["index"]:
-        title = app.env.titles[part].astext() if part.endswith("/index") else "Notebooks"
+        title = (
+            app.env.titles[part].astext() if part.endswith("/index") else "Notebooks"
+        )
         if f"## {title}" not in lines:
             lines += ["", f"## {title}", ""]
         lines += [
             f"- [{app.env.titles[page].astext()}]({page}.html): {_first_words(app, page)}"
             for page in _pages_below(app, part)
         ]
-    (Path(app.outdir) / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (Path(app.outdir) / "llms.txt").write_text(
+        "\n".join(lines) + "\n", encoding="utf-8"
+    )
 
 
 def _pages_below(app: Sphinx, page: str) -> list[str]:
@@ -137,6 +161,9 @@ def setup(app: Sphinx) -> None:
     """Write MathML: MathJax, Sphinx's own choice, would be fetched from another host."""
     app.connect("source-read", link_copies)
     app.connect("autodoc-skip-member", skip_fields)
+    app.connect("html-page-context", let_code_break)
     app.connect("build-finished", write_texts)
     app.connect("build-finished", write_index_for_models)
-    app.add_html_math_renderer("mathml", (visit_math("inline"), None), (visit_math("block"), None))
+    app.add_html_math_renderer(
+        "mathml", (visit_math("inline"), None), (visit_math("block"), None)
+    )

@@ -39,8 +39,12 @@ def main() -> None:
 
 def figures(name: str) -> list[bytes]:
     """Return the pictures that a notebook holds, in order."""
-    notebook = json.loads((HERE.parents[1] / "notebooks" / f"{name}.ipynb").read_text("utf-8"))
-    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
+    notebook = json.loads(
+        (HERE.parents[1] / "notebooks" / f"{name}.ipynb").read_text("utf-8")
+    )
+    outputs = [
+        output for cell in notebook["cells"] for output in cell.get("outputs", ())
+    ]
     data = [output.get("data", {}) for output in outputs]
     return [base64.b64decode(one["image/png"]) for one in data if "image/png" in one]
 

@@ -37,14 +37,18 @@ def main() -> None:
         table.write_text(drawn(rnet), encoding="utf-8")
         photograph(table, HERE / "architecture.png", width=826, height=455)
         recording = rnet.collect(digits.test.images.split(64))
-        page = recording.report(f"{folder}/page.html", title="Digits: what the test images do")
+        page = recording.report(
+            f"{folder}/page.html", title="Digits: what the test images do"
+        )
         photograph(page, HERE / "report.png", width=1320, height=1212)
         other = copy.deepcopy(net)
         other.body[0].weight.data[3, 1] *= 1.001
         recorders = [Recorder(one, input_size=(1, 1, 8, 8)) for one in (net, other)]
         difference = compare(*recorders, digits.test.images.split(64))
         difference.plot().savefig(HERE / "difference.png", dpi=110)
-        page = difference.report(f"{folder}/difference.html", title="Digits: a weight was changed")
+        page = difference.report(
+            f"{folder}/difference.html", title="Digits: a weight was changed"
+        )
         photograph(page, HERE / "difference-page.png", width=1120, height=1010)
     again = digit_net(KNOWN)
     train(again, digits.train, epochs=5)
