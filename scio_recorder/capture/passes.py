@@ -23,7 +23,6 @@ from scio_recorder.capture.keeping import (
     keep,
     offload,
 )
-from scio_recorder.capture.own_code import AroundOwnCode, refuse_checkpointed
 from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError, UnsupportedNetError
 from scio_recorder.layer import RowIdx, few
@@ -130,7 +129,7 @@ class Pass:
         self.is_bare = True
         self._counts: dict[int, int] = {}
         # How often own code of each module has begun.
-        self.own_code_calls: dict[AroundOwnCode, int] = {}
+        self.own_code_calls: dict[object, int] = {}
         # The modules that other threads have called meanwhile, outside of any pass.
         self.called_in_other_threads: set[int] = set()
 
@@ -164,8 +163,6 @@ class Pass:
         handed = output
         if self.posts.acts:
             row = self.program.architecture[label]
-            if index >= len(self.program.modules) and label in self.posts.functions:
-                refuse_checkpointed(row)
             handed = self.posts.after(label, output, row)
         kept = self._keep(positions[count], CallKey(label, number), output, handed, start)
         self.log += index, kept, 0
@@ -200,8 +197,6 @@ class Pass:
                 self.rerun.note(self.program.firsts[index], CallKey(label), starts=True)
             if label in self.posts.on_inputs:
                 layer = self.program.architecture[label]
-                if index >= len(self.program.modules):
-                    refuse_checkpointed(layer)
                 changed = args, kwargs = self.posts.before(label, args, kwargs, layer)
         if index in self.program.keeps_inputs:
             self._keep_inputs(index, args, kwargs)

@@ -45,7 +45,26 @@ def function_name(function: Any) -> str:
 
 
 class LibraryMode(TorchFunctionMode):
-    """A function mode of this library."""
+    """A function mode of this library, which takes the calls of functions unless it is paused."""
+
+    is_paused = True
+
+    def take(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function, and return what it returns."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        # The compiler follows this, and nothing behind it.
+        if torch.compiler.is_compiling() or self.is_paused:
+            return func(*args, **kwargs)
+        return self.take(func, args, kwargs)
 
 
 def unseen(function: Callable[..., Any], *args: Any) -> Any:
@@ -90,22 +109,21 @@ class Line(NamedTuple):
     source: str
 
 
-def calling_line(depth: int) -> Line:
-    """Return the line that calls a torch function, inside a function mode that was called for it.
+def calling_line() -> Line:
+    """Return the line that calls a torch function, for a mode that takes the call just now.
 
     It is that of the innermost frame outside of torch between the call and the ``forward`` of the
-    module; where all is torch's own, of that ``forward``. ``depth`` is the number of functions
-    around this one that are the mode's own.
+    module; where all is torch's own, of that ``forward``.
     """
     frame: Any = inspect.currentframe()
-    for _ in range(depth):
-        frame = frame.f_back
-    found = frame
+    frames = [frame]
     while frame is not None and frame.f_code.co_filename != _CALLS:
-        found = frame
-        if not frame.f_code.co_filename.startswith(_TORCH):
-            break
+        # Modes of several recorders may be around each other.
+        is_mode = frame.f_code is LibraryMode.__torch_function__.__code__
+        frames = [] if is_mode else [*frames, frame]
         frame = frame.f_back
+    outside = (one for one in frames if not one.f_code.co_filename.startswith(_TORCH))
+    found = next(outside, frames[-1])
     file, line = found.f_code.co_filename, found.f_lineno
     return Line(file, line, linecache.getline(file, line, found.f_globals).strip())
 

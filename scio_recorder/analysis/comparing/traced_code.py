@@ -95,7 +95,7 @@ class _TracingMode(ObservingMode):
                 # Not if it is only a view of a part.
                 if output.untyped_storage().nbytes() == output.nbytes:
                     self._unset.pop(at)
-        spec, line = describe(output), calling_line(3)
+        spec, line = describe(output), calling_line()
         row = operation_row(self._layer, function, index, None, spec, *line)
         self.add(row, function, given, output)
 

@@ -55,7 +55,7 @@ class GuardedCode(ObservingMode):
             return
         made = kinds_made(given, kinds_of(self._local.known.examine_all((output,))))
         if made:
-            line = calling_line(3)
+            line = calling_line()
             self._faults.append(_Fault(function, index, describe(output), line, given, made))
 
     def operation(self, layer: Layer, kinds: Collection[str]) -> Operation | None:

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from scio_recorder.layer import DepthIdx, Layer, Operation, describe
@@ -53,7 +52,7 @@ class OperationTrace(CallTrace):
     def watched(self) -> Iterator[None]:
         """Take the calls and the operations inside a block."""
         leaving = hooked(self._twin, before=self._begin, after=self._leave, always=True, first=True)
-        with leaving, super().watched(), _Listing(self._take):
+        with leaving, super().watched(), _Listing(self._note):
             yield
 
     def _begin(self, *call: Any) -> None:
@@ -72,7 +71,7 @@ class OperationTrace(CallTrace):
         super()._end(module, args, kwargs, output)
         self._current.pop()
 
-    def _take(self, function: Callable[..., Any], output: Any) -> None:
+    def _note(self, function: Callable[..., Any], output: Any) -> None:
         row = self._current[-1] if self._current else None
         if row is None or not returns_tensors(output):
             return
@@ -83,7 +82,7 @@ class OperationTrace(CallTrace):
         index = self._counted.get((id(row), name), 0)
         self._counted[id(row), name] = index + 1
         is_transformed = private.transform_around() is not None
-        spec, line = describe(output), calling_line(3)
+        spec, line = describe(output), calling_line()
         self._made.append(_Made(row, name, index, spec, is_transformed, line, self._completed))
 
     def operations(self, layers: Mapping[DepthIdx, Layer]) -> list[Operation]:
@@ -104,18 +103,13 @@ class OperationTrace(CallTrace):
 class _Listing(LibraryMode):
     """Hands each call of a function, and what it returned, to a function."""
 
-    def __init__(self, take: Callable[[Callable[..., Any], Any], None]) -> None:
-        super().__init__()
-        self._take = take
+    is_paused = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if not torch.compiler.is_compiling():
-            self._take(func, output)
+    def __init__(self, note: Callable[[Callable[..., Any], Any], None]) -> None:
+        self._note = note
+
+    def take(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function, and note it."""
+        output = func(*args, **kwargs)
+        self._note(func, output)
         return output
