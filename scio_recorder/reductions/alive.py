@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scio_recorder.display.figure import SATURATION_SHARE, SATURATION_WIDTH
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import By, RowReduction
+from scio_recorder.reductions.base import By, RowReduction, num_true
 
 Bounds = tuple[float | None, float | None]
 
@@ -101,9 +101,8 @@ class Alive(RowReduction):
         # are few positions. Booleans have a smallest value, but no absolute values.
         low = values.amin(0).amin(-1).to(self._dtype)
         high = values.amax(0).amax(-1).to(self._dtype)
-        # A sum of floats takes a fraction of the time that a sum of booleans takes.
         is_active = torch.gt(values, 0, out=torch.empty_like(values, dtype=torch.float32))
-        active = is_active.sum(0, dtype=torch.float64).sum(-1).long()
+        active = num_true(is_active, 0).sum(-1)
         at_bound = torch.zeros_like(active)
         if self._bounds is not None:
             at_bound = _is_at_bound(values, self._bounds).sum(0).sum(-1)

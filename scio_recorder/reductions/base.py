@@ -174,6 +174,16 @@ def as_floats(values: Tensor) -> Tensor:
     return values.to(working_dtype(values.dtype))
 
 
+def num_true(flags: Tensor, dim: int | None = None) -> Tensor:
+    """Return how many of the zeros and ones [...] in a float32 tensor are one, as integers.
+
+    A sum of floats takes a fraction of the time that a sum of booleans takes, and counts exactly up
+    to 2^24; in float64 it needs a copy of all.
+    """
+    dtype = None if flags.numel() <= 2**24 else torch.float64
+    return flags.sum(dim, dtype=dtype).long()
+
+
 def portions(samples: Tensor) -> Iterator[Tensor]:
     """Cut samples [batch, ...] so that temporaries stay small beside a large batch."""
     per_sample = max(1, samples[0].numel())

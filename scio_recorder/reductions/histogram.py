@@ -36,28 +36,53 @@ class Bins:
     def __init__(self, low: float, high: float, count: int) -> None:
         self._count, self._low = count, low
         # A range may be wider than the largest float.
-        scale = 1.0 if math.isfinite(high - low) else 2.0
-        self.edges = torch.from_numpy(np.linspace(low / scale, high / scale, count + 1) * scale)
+        self._scale = 1.0 if math.isfinite(high - low) else 2.0
+        ends = low / self._scale, high / self._scale
+        self.edges = torch.from_numpy(np.linspace(*ends, count + 1) * self._scale)
         self._per_unit = count / (high - low)
-        # NumPy refuses such a range, and bins narrower than float64 resolves.
-        narrowest = 2.0**-46 * max(abs(low), abs(high))
-        is_resolved = scale == 1.0 and bool((self.edges.diff() > narrowest).all())
-        self._is_regular = is_resolved and math.isfinite(self._per_unit)
 
     def tally(self, values: Tensor) -> Tensor:
         """Return the numbers of values [n] below, in each bin and above, [bins + 2]; no NaNs."""
-        begins, values = self.edges.to(values.device, copy=True), values.double()
+        is_single = values.dtype == torch.float32 and self._is_resolved_in(values.dtype)
+        dtype = torch.float32 if is_single else torch.float64
+        begins = self._begins_in(dtype).to(values.device)
+        is_resolved = is_single or self._is_resolved_in(dtype)
+        found = torch.zeros(self._count + 2, dtype=torch.int64, device=values.device)
+        for portion in torch.split(values, _PORTION):
+            if is_resolved:
+                places = self._places(portion.to(dtype), begins)
+            else:
+                places = torch.bucketize(portion.to(dtype), begins, right=True)
+            found += torch.bincount(places, minlength=self._count + 2)
+        return found
+
+    def _places(self, values: Tensor, begins: Tensor) -> Tensor:
+        """Return the number of the bin of each value, counted from 1.
+
+        A value is in one of the bins on either side of the edge that is nearest to it, as nearly as
+        its dtype tells. That takes a fraction of the time of a search.
+        """
+        nearest = (values - self._low).mul_(self._per_unit).clamp_(0, self._count)
+        places = nearest.round_().int()
+        places += values >= begins.index_select(0, places)
+        return places
+
+    def _is_resolved_in(self, dtype: torch.dtype) -> bool:
+        """Whether bins are so much wider than the steps of a dtype that none is mistaken."""
+        limits, most = torch.finfo(dtype), float(self.edges.abs().max())
+        narrowest = 2.0**6 * limits.eps * most
+        is_in_range = self._scale == 1.0 and max(2 * most, self._per_unit) < limits.max
+        # NumPy refuses bins that are narrower than float64 resolves.
+        return is_in_range and bool((self.edges.diff() > narrowest).all())
+
+    def _begins_in(self, dtype: torch.dtype) -> Tensor:
+        """Return where bins and what is above begin: the least numbers of a dtype that are there."""
+        infinity = torch.tensor(math.inf, dtype=torch.float64)
+        begins = self.edges.clone()
         # The last bin is closed.
-        begins[-1] = torch.nextafter(begins[-1], torch.full_like(begins[-1], math.inf))
-        if self._is_regular:
-            # A value is in one of the bins on either side of the edge that is nearest to it, as
-            # nearly as float64 tells. That takes a fraction of the time of a search.
-            nearest = (values - self._low).mul_(self._per_unit).clamp_(0, self._count)
-            places = nearest.round_().long()
-            places += values >= begins.index_select(0, places)
-        else:
-            places = torch.bucketize(values, begins, right=True)
-        return torch.bincount(places, minlength=self._count + 2)
+        begins[-1] = torch.nextafter(begins[-1], infinity)
+        rounded = begins.to(dtype)
+        return torch.where(rounded < begins, rounded.nextafter(infinity.to(dtype)), rounded)
 
 
 class HistogramResult(NamedTuple):
@@ -148,9 +173,7 @@ class Histogram(SampleReduction):
     def _add(self, samples: Tensor) -> None:
         if self._tally is None:
             self._tally = torch.zeros(self._bins + 2, dtype=torch.int64, device=samples.device)
-        bins = self._bins_of_range()
-        for values in torch.split(samples.reshape(-1), _PORTION):
-            self._tally += bins.tally(values)
+        self._tally += self._bins_of_range().tally(samples.reshape(-1))
 
     @property
     def why_not_merged(self) -> str | None:

@@ -123,3 +123,9 @@ def test_the_table_of_a_recording_knows_them() -> None:
     with torch.no_grad():
         outputs = net[:2](torch.cat(batches))
     assert relu["max_abs"] == pytest.approx(float(outputs.abs().max()))
+
+
+def test_more_samples_than_single_precision_counts() -> None:
+    alive = Alive()
+    alive.update(torch.ones(2**24 + 3, 1))
+    assert alive.compute().active.item() == 1
