@@ -76,7 +76,7 @@ class Bins:
         return is_in_range and bool((self.edges.diff() > narrowest).all())
 
     def _begins_in(self, dtype: torch.dtype) -> Tensor:
-        """Return where bins and what is above begin: the least numbers of a dtype that are there."""
+        """Return where bins, and what is above them, begin: each the least number that is there."""
         infinity = torch.tensor(math.inf, dtype=torch.float64)
         begins = self.edges.clone()
         # The last bin is closed.
