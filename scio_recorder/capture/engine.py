@@ -257,7 +257,7 @@ class Capture:
                     f"{self.architecture[label]} is not recorded: write record(..., attention=True)"
                     ", and name the layer"
                 )
-            assigned[calls.first] = assigned.pop(label)
+            assigned[calls.first.label] = assigned.pop(label)
         return Assigned(assigned, self.site.local.run_aside)
 
     def _run(self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass) -> Any:

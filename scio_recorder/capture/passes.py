@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from scio_recorder.capture.attention_sink import AttentionSink
 from scio_recorder.capture.checkpoint_regions import Rerun
 from scio_recorder.capture.gradients import CallKey, CallStart, Gradients
 from scio_recorder.capture.keeping import (
@@ -73,9 +74,6 @@ class Pass:
     columns with the expected ones without visiting each call.
     """
 
-    # The inputs of the attention kernel that has just returned, if a sink takes the attention.
-    _received: Any = None
-    _softmax: Any = None
     # A module with several names that was called by another one than at labelling, and how.
     _misnamed = ""
     _positions: Sequence[int] = ()
@@ -96,6 +94,8 @@ class Pass:
         self.posts = posts
         self.records_outputs = records_outputs
         self._sink = sink
+        if sink is not None and program.attention:
+            self._sink = AttentionSink(sink, program.attention)
         # If a module may run any number of times, a sink takes all its calls at once.
         self._hands_on = sink is not None and program.counts_calls
         self._keeps_outputs = records_outputs or (sink is not None and not self._hands_on)
@@ -108,10 +108,7 @@ class Pass:
         is_simple = not posts.acts and records_outputs and sink is None and not stops
         self.fast = setting.fast if is_simple else program.never_fast
         self.is_fast = is_simple and setting.is_fast
-        is_kept = records_outputs or options.inputs or options.gradients
-        hands_on_alone = sink is not None and not (stops or posts.acts or is_kept)
-        # The receivers to which hooks hand outputs directly, by module.
-        self.receivers = self._direct_receivers() if hands_on_alone else program.no_receivers
+        self.receivers = self._direct_receivers(stops)
         self.log: list[Any] = []
         self._copied: dict[int, KeptTensor] = {}
         # By position; a position has several only if calls are not counted. The call that received
@@ -133,11 +130,13 @@ class Pass:
         # The modules that other threads have called meanwhile, outside of any pass.
         self.called_in_other_threads: set[int] = set()
 
-    def _direct_receivers(self) -> list[Any]:
-        assert self._sink is not None
-        # The attention of a layer is received in place of its output.
-        apart = self.program.slow.union(self.program.attention)
-        single = (None if label in apart else label for label in self.program.single)
+    def _direct_receivers(self, stops: bool) -> list[Any]:
+        """Return the receivers to which hooks hand outputs directly, by entry."""
+        program, options = self.program, self.program.options
+        is_kept = self.records_outputs or options.inputs or options.gradients
+        if self._sink is None or is_kept or stops or self.posts.acts:
+            return program.no_receivers
+        single = (None if label in program.slow else label for label in program.single)
         return [label and self._sink.receivers[label] for label in single]
 
     def receive(self, index: int, args: Any, output: Any) -> Any:
@@ -211,21 +210,11 @@ class Pass:
         _, kept, moment = pending[own]
         del pending[own:]
         if label is not None and self._sink is not None:
-            self._hand_on_inputs(label, kept)
+            self._sink.receive_inputs(label, kept)
         elif label is not None:
             self._inputs.append((position, kept))
             if moment is not None:
                 self.moments[label] = moment
-
-    def _hand_on_inputs(self, label: RowIdx, kept: Any) -> None:
-        assert self._sink is not None
-        program = self.program
-        if label in program.kernels:
-            self._received = kept
-        if program.options.inputs and label not in program.hidden:
-            if label in program.kernels:
-                kept = self._sink.keep_inputs(program.architecture[label], kept)
-            self._sink.receive_inputs(label, kept)
 
     def _keep_inputs(self, index: int, args: Any, kwargs: Any) -> None:
         """Keep inputs until the call returns: calls may fail, and modules may call themselves."""
@@ -233,12 +222,9 @@ class Pass:
         module = modules[index] if index < len(modules) else None
         row = self.program.rows[index]
         kept: Any
-        if row is None or (self._sink is not None and not self._is_wanted(index)):
+        if row is None:
             return
-        if self._sink is not None and self._label_of_operation(index) in self.program.kernels:
-            # The sink receives the attention, which is computed from them as soon as it returns.
-            kept = value
-        elif self._sink is not None:
+        if self._sink is not None:
             kept = self._sink.keep_inputs(row, value)
         elif self.program.options.offload:
             kept = offload(taken_apart(value))
@@ -250,24 +236,6 @@ class Pass:
         is_noted = self._sink is None and self.program.options.notes_moments
         moment = LiveMoment.of(module, value) if is_noted and module is not None else None
         self._pending.setdefault(index, []).append(_PendingInputs(args, kept, moment))
-
-    def _label_of_operation(self, index: int) -> RowIdx | None:
-        """Return the label of the operation that begins; they return in the order in which they do.
-
-        None for a call of a module, and for an operation that is not recorded.
-        """
-        program, count = self.program, self._counts.get(index, 0)
-        if index < len(program.modules) or not program.counts_calls:
-            return None
-        own = program.positions[index]
-        return program.labels[own[count]] if count < len(own) else None
-
-    def _is_wanted(self, index: int) -> bool:
-        """Whether a sink wants the inputs of a call: not those of operations it does not know."""
-        if index < len(self.program.modules) or not self.program.counts_calls:
-            return True
-        label = self._label_of_operation(index)
-        return label in self.program.kernels or label not in {None, *self.program.hidden}
 
     def explain(self, error: Exception, inputs: Inputs) -> None:
         """Add notes to an error of the network on what has probably caused it."""
@@ -288,7 +256,7 @@ class Pass:
     ) -> Any:
         label: Any = call.label
         if self._sink is not None and self._hands_on:
-            self._hand_on(label, output)
+            self._sink.receivers[label](output)
         if start is None and not self._keeps_outputs:
             return NOTHING
         apart = taken_apart(output)
@@ -308,18 +276,6 @@ class Pass:
             # Gradients are received whether anything is kept here or not.
             self.gradients.attach(call, on_graph, apart.rebuild, older)
         return kept
-
-    def _hand_on(self, label: RowIdx, output: Any) -> None:
-        assert self._sink is not None
-        program = self.program
-        calls = program.kernels.get(label)
-        if calls is not None:
-            attention = calls.attention(self._softmax, self._received, output)
-            self._sink.receivers[calls.layer](attention)
-        elif label in program.hidden:
-            self._softmax = output
-        if label not in program.hidden and label not in program.attention:
-            self._sink.receivers[label](output)
 
     def _refuse_unkeepable(self, apart: Apart, position: int, label: RowIdx) -> None:
         layer, searched = self.program.architecture[label], self.setting.searched
@@ -389,19 +345,10 @@ class Pass:
         received = self._entries([(at, kept, 0) for at, kept in inputs], hold)
         shown = {label: one for label, one in received.items() if label not in program.hidden}
         wanted = Records(program.architecture, shown, "input") if program.options.inputs else None
-        return Ended(activations, wanted, self._attention(entries, received))
-
-    def _attention(
-        self, outputs: Mapping[RowIdx, Entry], inputs: Mapping[RowIdx, Entry]
-    ) -> AttentionRecords | None:
-        program = self.program
-        if not program.attention:
-            return None
-        calls = {at: one for at, one in program.attention.items() if one.last in outputs}
-        own: list[RowIdx] = [at for one in calls.values() for at in (one.first, one.last)]
-        kept = [{at: one[at] for at in own if at in one} for one in (inputs, outputs)]
-        records = (Records(program.architecture, one) for one in kept)
-        return AttentionRecords(program.architecture, calls, *records)
+        own = {at: one for at, one in program.attention.items() if one.last.label in entries}
+        every = Records(program.architecture, received), Records(program.architecture, entries)
+        attention = AttentionRecords(program.architecture, own, *every)
+        return Ended(activations, wanted, attention if program.attention else None)
 
     def learn(self) -> None:
         """Let later passes in this setting keep things as this pass has shown to be right."""

@@ -14,7 +14,7 @@ from torch import nn
 from scio_recorder.errors import LayerNotFoundError
 from scio_recorder.layer import DepthIdx, Layer, Operation, OperationIdx, RowIdx, few, text_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.attention_calls import AttentionCalls, find_attention
+from scio_recorder.nets.attention_calls import find_attention
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
 
@@ -90,7 +90,7 @@ class Program:
         self.attention = find_attention(architecture, options.attention)
         # What is kept for attention alone is in no records that users read.
         self.hidden = {
-            one for calls in self.attention.values() for one in (calls.first, calls.last)
+            one.label for calls in self.attention.values() for one in (calls.first, calls.last)
         }
         self.hidden -= {*recording}
         self.recording = recording
@@ -164,16 +164,14 @@ class Program:
         self.single: list[RowIdx | None] = [self._single(own) for own in self.positions]
         # The recorded operations.
         self.own_code = {label for label in self.recording if isinstance(label, OperationIdx)}
-        # By the operation that completes it, the attention of a layer.
-        self.kernels: dict[RowIdx, AttentionCalls] = {
-            calls.last: calls for calls in self.attention.values()
-        }
+        # The operations that complete attention.
+        kernels = {calls.last.label for calls in self.attention.values()}
         # Calls that are not recorded, or not by their output alone.
-        self.slow = {None, *self.hidden, *self.kernels}
+        self.slow = {None, *self.hidden, *kernels}
         # The entries whose inputs are kept.
         pairs = zip(self.expected, self.labels, strict=True)
         self.keeps_inputs = {
-            entry for entry, label in pairs if self.options.inputs or label in self.kernels
+            entry for entry, label in pairs if self.options.inputs or label in kernels
         }
         known = [label for label in self.labels if label is not None]
         self.order: list[RowIdx] = [label for label in known if label not in self.hidden]

@@ -26,8 +26,8 @@ from scio_recorder.errors import ArgumentError, AttentionError
 from scio_recorder.nets.attention_arguments import (
     bias_of,
     bound_arguments,
+    has_further_keys,
     projected,
-    with_all_heads,
 )
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.arithmetic import float32_products_are_exact, undisturbed
@@ -281,8 +281,10 @@ class _ProjectedAttention(_KernelAttention):
     """Attention of ``multi_head_attention_forward``, which projects at both ends."""
 
     def __init__(self, given: Mapping[str, Any], output: Tensor) -> None:
-        if given["static_k"] is not None or given["static_v"] is not None:
-            raise AttentionError("attention with static_k or static_v can't be read")
+        if has_further_keys(given):
+            raise AttentionError(
+                "attention with bias_k, add_zero_attn, static_k or static_v can't be read"
+            )
         with undisturbed(output.device.type):
             # Under autocast everything is rounded first.
             given = {name: _rounded(one, output.dtype) for name, one in given.items()}
@@ -320,7 +322,7 @@ class _EagerAttention(Attention):
         return weights.to(_wide(weights.dtype, self._device))
 
 
-def attention_of(function: str, inputs: Inputs, output: Any, num_heads: int = 0) -> Attention:
+def attention_of(function: str, inputs: Inputs, output: Any) -> Attention:
     """Return the attention of a call of a kernel.
 
     Parameters
@@ -331,22 +333,17 @@ def attention_of(function: str, inputs: Inputs, output: Any, num_heads: int = 0)
         What it received.
     output : Tensor or (Tensor, Tensor or None)
         What it returned.
-    num_heads : int, default 0
-        That of `heads_of_groups`.
 
     Raises
     ------
     AttentionError
         A tensor is nested or sparse, queries and keys differ in their number of dimensions, or
-        keys and values are given by ``static_k`` and ``static_v``.
+        there are keys of ``bias_k``, ``add_zero_attn`` or ``static_k``.
     """
     given = bound_arguments(function, inputs).arguments
     if function == "multi_head_attention_forward":
         return _ProjectedAttention(given, output[0])
-    of_heads = with_all_heads(given, num_heads)
-    if of_heads["query"] is not given["query"]:
-        output = output.reshape(*of_heads["query"].shape[:-1], -1)
-    return _KernelAttention(of_heads, output)
+    return _KernelAttention(given, output)
 
 
 def eager_attention_of(
@@ -361,21 +358,18 @@ def eager_attention_of(
         product is one with its weights.
     product_inputs : Inputs
         What ``matmul``, ``bmm`` or ``einsum`` received: first the weights, of the shape of
-        ``softmax_output`` or with fewer keys, then the values. Either may be folded to [batch *
-        heads, ...] for ``bmm``.
+        ``softmax_output`` or with fewer keys, then the values.
     product_output : Tensor
-        [batch, heads, queries, head_dim], what it returned; perhaps folded as well.
+        [batch, heads, queries, head_dim], what it returned.
 
     Raises
     ------
     AttentionError
         It is no product of weights with values, in these shapes.
     """
-    given = (*product_inputs.args, *product_inputs.kwargs.values())
-    leading, rows = softmax_output.shape[:-2], [*softmax_output.shape[:-1]]
-    tensors = [
-        _unfolded(one, leading) for one in (*given, product_output) if isinstance(one, Tensor)
-    ]
+    given = (*product_inputs.args, *product_inputs.kwargs.values(), product_output)
+    rows = [*softmax_output.shape[:-1]]
+    tensors = [one for one in given if isinstance(one, Tensor)]
     shapes = [[*one.shape] for one in tensors]
     if len(tensors) == 3 and shapes[0][:-1] == rows and shapes[2] == [*rows, shapes[1][-1]]:
         return _EagerAttention(*tensors)
@@ -392,12 +386,6 @@ def _with_heads(tensor: Tensor, missing: int | None = None) -> Tensor:
     for _ in range(4 - tensor.dim() if missing is None else missing):
         tensor = tensor.unsqueeze(-3)
     return tensor
-
-
-def _unfolded(tensor: Tensor, leading: Sequence[int]) -> Tensor:
-    """Return a tensor [batch * heads, ...] as [batch, heads, ...]."""
-    is_folded = tensor.dim() == 3 and len(tensor) == math.prod(leading)
-    return tensor.reshape(*leading, *tensor.shape[1:]) if is_folded else tensor
 
 
 def _wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -19,7 +19,7 @@ from scio_recorder.layer import Operation
 from scio_recorder.nets.records import Inputs
 
 
-def scaled_dot_product_attention(
+def _shown(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -34,8 +34,8 @@ def scaled_dot_product_attention(
 
 
 KERNELS = {
-    function.__name__: inspect.signature(function)
-    for function in (scaled_dot_product_attention, functional.multi_head_attention_forward)
+    "scaled_dot_product_attention": inspect.signature(_shown),
+    "multi_head_attention_forward": inspect.signature(functional.multi_head_attention_forward),
 }
 
 
@@ -60,48 +60,32 @@ def bound_arguments(function: str, inputs: Inputs) -> inspect.BoundArguments:
     return given
 
 
-def heads_of_groups(row: Operation) -> int:
-    """Return the number of heads of a layer that may give the kernel those of a group as queries.
+def unpacked(row: Operation, inputs: Inputs) -> Inputs:
+    """Return the inputs of a kernel with a query for each head.
 
-    That is what transformers do with a single query, if several heads share keys and there is a
-    mask. Other layers have 0.
+    If several heads share keys, and there is a mask, transformers give the kernel the heads of a
+    group as queries of one head, where there is a single query.
 
     Parameters
     ----------
     row : Operation
         The call of the kernel at labelling.
+    inputs : Inputs
+        What it receives now.
     """
-    has_groups = getattr(row.module, "num_key_value_groups", 1) > 1
-    return row.output_shape[-3] if has_groups and row.function in KERNELS else 0
-
-
-def with_all_heads(given: Mapping[str, Any], num_heads: int) -> dict[str, Any]:
-    """Return arguments of a call with a query for each head.
-
-    Parameters
-    ----------
-    given : mapping
-        Arguments of ``scaled_dot_product_attention``.
-    num_heads : int
-        The result of `heads_of_groups`.
-
-    Examples
-    --------
-    >>> given = {"query": torch.ones(1, 2, 4, 8), "key": torch.ones(1, 2, 9, 8), "attn_mask": None}
-    >>> with_all_heads(given, 8)["query"].shape
-    torch.Size([1, 8, 1, 8])
-    """
-    query, key, mask = given["query"], given["key"], given["attn_mask"]
-    if not num_heads or query.dim() < 4:
-        return dict(given)
-    *leading, shared, group = query.shape[:-1]
-    if shared * group != num_heads or shared == num_heads or shared != key.shape[-3]:
-        return dict(given)
-    changed = {**given, "query": query.reshape(*leading, num_heads, 1, -1)}
-    # Others are the same for all heads.
-    if mask is not None and mask.shape[-3:-1] == (shared, group):
-        changed["attn_mask"] = mask.reshape(*mask.shape[:-3], num_heads, 1, -1)
-    return changed
+    groups = getattr(row.module, "num_key_value_groups", 1)
+    if groups == 1 or row.function != "scaled_dot_product_attention":
+        return inputs
+    given = bound_arguments(row.function, inputs)
+    query, key, mask = (given.arguments[name] for name in ("query", "key", "attn_mask"))
+    heads = key.shape[1], groups
+    if query.shape[1:3] != heads or math.prod(heads) != row.output_shape[1]:
+        return inputs
+    given.arguments |= {"query": query.flatten(1, 2)[:, :, None], "enable_gqa": True}
+    # Other masks are the same for all heads.
+    if mask is not None and mask.shape[1:3] == heads:
+        given.arguments["attn_mask"] = mask.flatten(1, 2)[:, :, None]
+    return Inputs(given.args, given.kwargs)
 
 
 def bias_of(
@@ -149,6 +133,12 @@ def added(left_out: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers.masked_fill_(left_out, -math.inf)
 
 
+def has_further_keys(given: Mapping[str, Any]) -> bool:
+    """Whether ``multi_head_attention_forward`` is given keys other than projections of ``key``."""
+    names = "bias_k", "static_k", "static_v"
+    return given["add_zero_attn"] or any(given[name] is not None for name in names)
+
+
 def joined_masks(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the masks of ``multi_head_attention_forward`` as ``scaled_dot_product_attention``'s.
 
@@ -161,7 +151,7 @@ def joined_masks(given: Mapping[str, Any]) -> dict[str, Any]:
     -------
     dict
         ``is_causal`` and ``attn_mask``: None, or numbers of shape [..., queries, keys], of two
-        dimensions or four. They know nothing of the keys of ``bias_k`` and ``add_zero_attn``.
+        dimensions or four.
     """
     mask, padding = given["attn_mask"], given["key_padding_mask"]
     # Otherwise it is a hint, and the mask counts.
@@ -187,7 +177,7 @@ def projected(given: Mapping[str, Any]) -> dict[str, Any]:
     Parameters
     ----------
     given : mapping
-        Its arguments, but for ``static_k`` and ``static_v``.
+        Its arguments, without `has_further_keys`.
 
     Returns
     -------
@@ -202,20 +192,10 @@ def projected(given: Mapping[str, Any]) -> dict[str, Any]:
         matrices = [*given["in_proj_weight"].chunk(3)]
     bias = given["in_proj_bias"]
     biases = [None] * 3 if bias is None else [*bias.chunk(3)]
-    query, *others = map(functional.linear, sequences, matrices, biases)
-    num_keys, batch = others[0].shape[:2]
-    if given["bias_k"] is not None:
-        rows = (given[name].expand(1, batch, -1) for name in ("bias_k", "bias_v"))
-        others = [torch.cat(pair) for pair in zip(others, rows, strict=True)]
-    if given["add_zero_attn"]:
-        others = [functional.pad(one, (0, 0, 0, 0, 0, 1)) for one in others]
-    masks, more = joined_masks(given), len(others[0]) - num_keys
-    if masks["attn_mask"] is not None and more:
-        masks["attn_mask"] = functional.pad(masks["attn_mask"], (0, more))
-    by_head = (
+    query, key, value = (
         one.reshape(*one.shape[:2], given["num_heads"], -1).permute(1, 2, 0, 3)
-        for one in (query, *others)
+        for one in map(functional.linear, sequences, matrices, biases)
     )
     dropout = given["dropout_p"] if given["training"] else 0.0
-    names = "query", "key", "value"
-    return dict(zip(names, by_head, strict=True)) | masks | {"dropout_p": dropout, "scale": None}
+    projections = {"query": query, "key": key, "value": value}
+    return projections | joined_masks(given) | {"dropout_p": dropout, "scale": None}

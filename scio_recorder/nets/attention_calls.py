@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError
-from scio_recorder.layer import DepthIdx, OperationIdx, RowIdx, few
+from scio_recorder.layer import DepthIdx, Operation, RowIdx, few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention import Attention, attention_of, eager_attention_of
-from scio_recorder.nets.attention_arguments import KERNELS, heads_of_groups
+from scio_recorder.nets.attention_arguments import KERNELS, unpacked
 from scio_recorder.nets.records import Inputs, LayerMapping, Records
 
 _PRODUCTS = ("matmul", "bmm", "einsum")
@@ -23,29 +23,26 @@ class AttentionCalls(NamedTuple):
 
     Attributes
     ----------
-    layer : (int, int)
-        The layer.
-    first : OperationIdx
+    first : Operation
         The kernel, or the softmax: its inputs decide who attends to whom.
-    last : OperationIdx
+    last : Operation
         The kernel, or the product of weights and values: its inputs and output tell the weights.
-    num_heads : int
-        That of `heads_of_groups`.
     """
 
-    layer: DepthIdx
-    first: OperationIdx
-    last: OperationIdx
-    num_heads: int = 0
+    first: Operation
+    last: Operation
 
     def attention(self, softmax: Any, inputs: Inputs, output: Any) -> Attention:
         """Return the attention, given what the last operation received and returned.
 
         ``softmax`` is what the first one returned, if it is another.
         """
-        if self.first == self.last:
-            return attention_of(self.last.function, inputs, output, self.num_heads)
-        return eager_attention_of(softmax, inputs, output)
+        if self.first is not self.last:
+            return eager_attention_of(softmax, inputs, output)
+        given = unpacked(self.last, inputs)
+        if given is not inputs:
+            output = output.flatten(1, 2)[:, :, None]
+        return attention_of(self.last.function, given, output)
 
 
 def find_attention(
@@ -79,22 +76,20 @@ def _attention_in(architecture: Architecture, label: DepthIdx) -> list[Attention
     operations = [row for row in architecture.operations.values() if row.layer.label == label]
     kernels = [row for row in operations if row.function in KERNELS]
     if kernels:
-        return [
-            AttentionCalls(label, row.label, row.label, heads_of_groups(row)) for row in kernels
-        ]
+        return [AttentionCalls(row, row) for row in kernels]
     softmaxes = [at for at, row in enumerate(operations) if row.function == "softmax"]
     found = []
     for start, end in itertools.pairwise([*softmaxes, len(operations)]):
         products = [row for row in operations[start:end] if row.function in _PRODUCTS]
         if products:
-            found.append(AttentionCalls(label, operations[start].label, products[0].label))
+            found.append(AttentionCalls(operations[start], products[0]))
     return found
 
 
 def _explain(architecture: Architecture, label: DepthIdx, own: list[AttentionCalls]) -> str:
     layer = architecture[label]
     if own:
-        lines = few([architecture[calls.last] for calls in own], 4)
+        lines = few([calls.last for calls in own], 4)
         return (
             f"layer {layer} computes attention several times in its own code ({lines}): record "
             "these operations with inputs=True instead"
@@ -145,7 +140,7 @@ class AttentionRecords(LayerMapping[Any]):
     def _get(self, label: RowIdx) -> Attention:
         if label not in self._read:
             calls = self._calls[label[0], label[1]]
-            softmax, last = self.outputs[calls.first], calls.last
+            softmax, last = self.outputs[calls.first.label], calls.last.label
             found = calls.attention(softmax, self.inputs[last], self.outputs[last])
             self._read[label] = found
         return self._read[label]

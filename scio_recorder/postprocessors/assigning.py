@@ -13,7 +13,7 @@ from torch import Tensor
 from scio_recorder.errors import PostprocessorError, raised_by, warn
 from scio_recorder.layer import Layer, Operation, RowIdx, counted, describe, few
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.attention_arguments import heads_of_groups
+from scio_recorder.nets.attention_arguments import unpacked
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.selection import by_selector
 from scio_recorder.postprocessors.floating_map import check_postprocessor
@@ -258,8 +258,8 @@ class Assigned:
         function: Any = self.functions[label]
         if isinstance(function, Knockout) and isinstance(layer, Operation):
             try:
-                num_heads = heads_of_groups(layer)
-                return function.changed(layer.function, Inputs(args, dict(kwargs)), num_heads)
+                inputs = unpacked(layer, Inputs(args, dict(kwargs)))
+                return function.changed(layer.function, inputs)
             except PostprocessorError as error:
                 error.add_note(f"raised by the post-processor of {layer}")
                 raise

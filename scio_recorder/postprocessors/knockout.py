@@ -14,8 +14,8 @@ from scio_recorder.errors import PostprocessorError
 from scio_recorder.nets.attention_arguments import (
     bias_of,
     bound_arguments,
+    has_further_keys,
     joined_masks,
-    with_all_heads,
 )
 from scio_recorder.nets.records import Inputs
 from scio_recorder.postprocessors.floating_map import integers, refuse_nested
@@ -75,7 +75,7 @@ class Knockout:
             'activation_postproc={"h.*.attn": Knockout(queries=[-1], keys=[0])}.'
         )
 
-    def changed(self, function: str, inputs: Inputs, num_heads: int = 0) -> Inputs:
+    def changed(self, function: str, inputs: Inputs) -> Inputs:
         """Return the changed inputs of a call of an attention kernel or a softmax.
 
         Parameters
@@ -84,8 +84,6 @@ class Knockout:
             "scaled_dot_product_attention", "multi_head_attention_forward" or "softmax".
         inputs : Inputs
             What it is about to receive.
-        num_heads : int, default 0
-            That of `heads_of_groups`.
 
         Returns
         -------
@@ -104,7 +102,7 @@ class Knockout:
         if function == "multi_head_attention_forward":
             given.arguments |= self._of_masks(given.arguments)
         else:
-            given.arguments |= self._of_mask(given.arguments, num_heads)
+            given.arguments |= self._of_mask(given.arguments)
         return Inputs(given.args, given.kwargs)
 
     def _of_softmax(self, inputs: Inputs) -> Inputs:
@@ -123,30 +121,25 @@ class Knockout:
             else Inputs((), kwargs | {"input": changed})
         )
 
-    def _of_mask(self, given: dict[str, Any], num_heads: int) -> dict[str, Any]:
-        of_heads = with_all_heads(given, num_heads)
-        query, sizes = of_heads["query"], (of_heads["query"].shape[-2], given["key"].shape[-2])
-        bias = self._without(_bias(of_heads, sizes, query), query.shape[:-2])
-        if query.shape != given["query"].shape:
-            bias = bias.expand(*query.shape[:-1], -1).reshape(*given["query"].shape[:-1], -1)
+    def _of_mask(self, given: dict[str, Any]) -> dict[str, Any]:
+        query, sizes = given["query"], (given["query"].shape[-2], given["key"].shape[-2])
+        bias = self._without(_bias(given, sizes, query), query.shape[:-2])
         return {"attn_mask": bias, "is_causal": False}
 
     def _of_masks(self, given: dict[str, Any]) -> dict[str, Any]:
-        query, masks = given["query"], joined_masks(given)
-        # Keys that masks know nothing of.
-        has_more = given["bias_k"] is not None or given["add_zero_attn"]
-        if given["is_causal"] and (has_more or given["attn_mask"] is None):
+        if has_further_keys(given):
             raise PostprocessorError(
-                f"{self!r} can't act with is_causal and bias_k or add_zero_attn, or no attn_mask"
+                f"{self!r} can't act on attention with bias_k, add_zero_attn, static_k or static_v"
             )
+        query = given["query"]
         leading = (query.shape[1] if query.dim() == 3 else 1), given["num_heads"]
-        bias = _bias(masks, (len(query), len(given["key"])), query)
-        bias = self._without(bias, leading, has_more)
+        bias = _bias(joined_masks(given), (len(query), len(given["key"])), query)
+        bias = self._without(bias, leading)
         if bias.dim() > 2:
             bias = bias.expand(*leading, -1, -1).flatten(0, 1)
         return {"attn_mask": bias, "key_padding_mask": None, "is_causal": False}
 
-    def _without(self, bias: Tensor, leading: Sequence[int], has_more: bool = False) -> Tensor:
+    def _without(self, bias: Tensor, leading: Sequence[int]) -> Tensor:
         """Return scores, or what is added to them, with minus infinity for chosen keys."""
         num_queries, num_keys = bias.shape[-2:]
         where = self._named("queries", num_queries)[:, None] & self._named("keys", num_keys)
@@ -159,8 +152,7 @@ class Knockout:
         before, after = bias.amax(-1), result.amax(-1)
         # Half of it, since scores have been added to the lowest number.
         had = before > torch.finfo(bias.dtype).min / 2
-        lost = had & (before - after > _ZERO_BELOW)
-        empty: list[list[int]] = [] if has_more else lost.nonzero().tolist()
+        empty = (had & (before - after > _ZERO_BELOW)).nonzero().tolist()
         if empty:
             of_head = "" if self.heads is None else f" of head {empty[0][-2]}"
             raise PostprocessorError(

@@ -210,8 +210,6 @@ MULTI_HEAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "attn_mask": torch.linspace(-3, 3, 36).reshape(6, 6),
         },
     ),
-    "further key": ({"add_bias_kv": True}, {"attn_mask": cut_lower(6)}),
-    "zero key": ({"add_zero_attn": True, "add_bias_kv": True}, {"key_padding_mask": PADDING}),
     "causal": ({}, {"attn_mask": cut_lower(6), "is_causal": True}),
 }
 
@@ -433,6 +431,9 @@ def test_what_cannot_be_read() -> None:
         attention_of(kind, Inputs((nested, nested, nested), {}), nested)
     with pytest.raises(AttentionError, match="dimensions"):
         of(query[0], key, value)
+    for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
+        with pytest.raises(AttentionError, match="bias_k, add_zero_attn"):
+            multi_head(options, {})
     with pytest.raises(ArgumentError, match=r"no head 2 of 2"):
         of(query, key, value).weights(heads=2)
     with pytest.raises(ArgumentError, match=r"no query \[-5\] of 4"):
@@ -485,18 +486,6 @@ def test_eager_code_of_three_dimensions() -> None:
     assert torch.equal(attention.weights(), expected[:, None])
 
 
-def test_heads_that_are_folded_for_the_product() -> None:
-    query, key, value = drawn(2, 3, 5, 8)
-    expected = (query @ key.mT).softmax(-1)
-    attention, output = eager(
-        lambda: torch.bmm((query @ key.mT).softmax(-1).flatten(0, 1), value.flatten(0, 1))
-    )
-    assert torch.equal(attention.weights(), expected)
-    assert torch.equal(attention.weights(heads=[2]), expected[:, [2]])
-    assert attention.value.shape == value.shape
-    assert torch.equal(attention.output.flatten(0, 1), output)
-
-
 def test_a_sink_that_gets_no_value() -> None:
     query, key, value = drawn(2, 3, 5, 8)
     scores = torch.cat([query @ key.mT, torch.ones(2, 3, 5, 1)], -1)
@@ -518,6 +507,7 @@ def test_products_that_are_no_attention() -> None:
         lambda: value.mT @ scores.softmax(-1).mT,
         lambda: torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value.transpose(1, 2)),
         lambda: torch.matmul(scores.softmax(-1)[:, :1], value),
+        lambda: torch.bmm(scores.softmax(-1).flatten(0, 1), value.flatten(0, 1)),
     ):
         with pytest.raises(AttentionError, match="no product of weights"):
             eager(product)

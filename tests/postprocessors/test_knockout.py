@@ -138,7 +138,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "both": ({}, {"key_padding_mask": PADDING, "attn_mask": cut_lower(6)}),
     "causal": ({}, {"attn_mask": cut_lower(6), "is_causal": True}),
-    "further keys": ({"add_bias_kv": True, "add_zero_attn": True}, {}),
 }
 
 
@@ -257,20 +256,14 @@ def test_a_query_that_had_no_key_before(kind: str) -> None:
     torch.testing.assert_close(output[:, :, 0], value[:, :, 3])
 
 
-def test_a_query_that_has_further_keys() -> None:
-    module = nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True).eval()
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_keys_that_masks_know_nothing_of(option: str) -> None:
+    module = nn.MultiheadAttention(8, 2, batch_first=True, **{option: True}).eval()
     x = torch.randn(3, 4, 8)
     with Calls() as mode:
         module(x, x, x)
-    changed = Knockout(0, range(4)).changed(MULTI_HEAD, mode.last(MULTI_HEAD)[1])
-    _, weights = functional.multi_head_attention_forward(*changed.args, **changed.kwargs)
-    assert weights is not None
-    assert torch.equal(weights[:, 0], torch.tensor([0.0, 0, 0, 0, 1]).expand(3, 5))
-    # The kernel would leave out the further key, and a mask can't.
-    with Calls() as mode:
-        module(x, x, x, attn_mask=cut_lower(4), is_causal=True, need_weights=False)
-    with pytest.raises(PostprocessorError, match="bias_k"):
-        Knockout(1, 0).changed(MULTI_HEAD, mode.last(MULTI_HEAD)[1])
+    with pytest.raises(PostprocessorError, match="bias_k, add_zero_attn"):
+        Knockout(0, 0).changed(MULTI_HEAD, mode.last(MULTI_HEAD)[1])
 
 
 def test_positions_that_are_not_there() -> None:

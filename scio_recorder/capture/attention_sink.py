@@ -1,0 +1,70 @@
+"""Handing a sink the attention of layers, as soon as it has been computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from scio_recorder.layer import DepthIdx, Layer, RowIdx
+from scio_recorder.nets.attention_calls import AttentionCalls
+from scio_recorder.nets.records import Inputs
+
+if TYPE_CHECKING:
+    from scio_recorder.capture.program import Sink
+
+
+class AttentionSink:
+    """Receives what operations receive and return, and hands a sink the attention of layers.
+
+    It is made of what these operations have just received, of which nothing need be copied.
+
+    Parameters
+    ----------
+    sink : Sink
+        It receives the attention of a layer in place of what the layer returns.
+    attention : mapping of (int, int) to AttentionCalls
+        The operations, by layer.
+    """
+
+    def __init__(self, sink: Sink, attention: Mapping[DepthIdx, AttentionCalls]) -> None:
+        # What the operations of the layer that runs have received and returned.
+        self._received: dict[str, Any] = {}
+        self.receivers: dict[RowIdx, Callable[[Any], None]] = {**sink.receivers}
+        for layer, calls in attention.items():
+            self.receivers[layer] = _ignore
+            # Without a reference to this object, which may hold an attention.
+            for row, receive in ((calls.first, _keep_softmax), (calls.last, _hand_on)):
+                given = self._received, calls, sink.receivers
+                self.receivers[row.label] = partial(receive, *given)
+
+    def keep_inputs(self, row: Layer, inputs: Inputs) -> Inputs:
+        """Return what an operation is about to receive."""
+        return inputs
+
+    def receive_inputs(self, label: RowIdx, kept: Inputs) -> None:
+        """Take what the operation received that has just returned."""
+        self._received["inputs"] = kept
+
+
+_Receivers: TypeAlias = Mapping[RowIdx, Callable[[Any], None]]
+
+
+def _keep_softmax(
+    received: dict[str, Any], calls: AttentionCalls, receivers: _Receivers, output: Any
+) -> None:
+    received["softmax"] = output
+    receivers.get(calls.first.label, _ignore)(output)
+
+
+def _hand_on(
+    received: dict[str, Any], calls: AttentionCalls, receivers: _Receivers, output: Any
+) -> None:
+    attention = calls.attention(received.get("softmax"), received["inputs"], output)
+    received.clear()
+    receivers[calls.last.layer.label](attention)
+    receivers.get(calls.last.label, _ignore)(output)
+
+
+def _ignore(output: Any) -> None:
+    """Take nothing."""
