@@ -191,9 +191,9 @@ class Covariance(RowReduction):
         known = {label: code for code, label in enumerate(self._labels or [])}
         codes = [known.setdefault(label, len(known)) for label in labels]
         self._labels = list(known)
-        new = len(known) - len(self._counts)
-        self._counts = nn.functional.pad(self._counts, (0, new))
-        self._means = nn.functional.pad(self._means, (0, 0, 0, new))
+        if new := len(known) - len(self._counts):
+            self._counts = nn.functional.pad(self._counts, (0, new))
+            self._means = nn.functional.pad(self._means, (0, 0, 0, new))
         return torch.tensor(codes, device="cpu")
 
     def _add_block(self, rows: Tensor) -> None:
