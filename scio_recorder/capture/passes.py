@@ -185,21 +185,27 @@ class Pass:
         changed = None
         if self.gradients is not None:
             self.gradients.starts.begin(index, args, kwargs)
+        label = self._starting(index)
         if self.posts.on_inputs:
-            starts, count = self.program.starts[index], self._starts.get(index, 0)
-            self._starts[index] = count + 1
-            if index >= len(self.program.modules):
-                # Calls of functions that failed are not listed, and none runs inside another.
-                count = self._counts.get(index, 0)
-            label = starts[min(count, len(starts) - 1)] if starts else None
             if self.rerun is not None:
                 self.rerun.note(self.program.firsts[index], CallKey(label), starts=True)
             if label in self.posts.on_inputs:
                 layer = self.program.architecture[label]
                 changed = args, kwargs = self.posts.before(label, args, kwargs, layer)
-        if index in self.program.keeps_inputs:
+        # Which call of a module it is shows when it returns.
+        is_recorded = label is not None or index < len(self.program.modules)
+        if is_recorded and index in self.program.keeps_inputs:
             self._keep_inputs(index, args, kwargs)
         return changed
+
+    def _starting(self, index: int) -> RowIdx | None:
+        """Return the label of the call that starts, None if it is not recorded."""
+        starts, count = self.program.starts[index], self._starts.get(index, 0)
+        self._starts[index] = count + 1
+        if index >= len(self.program.modules):
+            # Calls of functions that failed are not listed, and none runs inside another.
+            count = self._counts.get(index, 0)
+        return starts[min(count, len(starts) - 1)] if starts else None
 
     def _assign_inputs(self, index: int, args: Any, position: int, label: RowIdx | None) -> None:
         """Assign inputs to a call that has returned, and drop those of calls that failed in it."""

@@ -358,9 +358,10 @@ def eager_attention_of(
         product is one with its weights.
     product_inputs : Inputs
         What ``matmul``, ``bmm`` or ``einsum`` received: first the weights, of the shape of
-        ``softmax_output`` or with fewer keys, then the values.
+        ``softmax_output`` or with fewer keys, then the values. Either may be folded to [batch *
+        heads, ...] for ``bmm``.
     product_output : Tensor
-        [batch, heads, queries, head_dim], what it returned.
+        [batch, heads, queries, head_dim], what it returned; perhaps folded as well.
 
     Raises
     ------
@@ -368,8 +369,8 @@ def eager_attention_of(
         It is no product of weights with values, in these shapes.
     """
     given = (*product_inputs.args, *product_inputs.kwargs.values(), product_output)
-    rows = [*softmax_output.shape[:-1]]
-    tensors = [one for one in given if isinstance(one, Tensor)]
+    leading, rows = softmax_output.shape[:-2], [*softmax_output.shape[:-1]]
+    tensors = [_unfolded(one, leading) for one in given if isinstance(one, Tensor)]
     shapes = [[*one.shape] for one in tensors]
     if len(tensors) == 3 and shapes[0][:-1] == rows and shapes[2] == [*rows, shapes[1][-1]]:
         return _EagerAttention(*tensors)
@@ -386,6 +387,12 @@ def _with_heads(tensor: Tensor, missing: int | None = None) -> Tensor:
     for _ in range(4 - tensor.dim() if missing is None else missing):
         tensor = tensor.unsqueeze(-3)
     return tensor
+
+
+def _unfolded(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+    """Return a tensor [batch * heads, ...], as ``bmm`` takes it, as [batch, heads, ...]."""
+    is_folded = tensor.dim() == 3 and len(tensor) == math.prod(leading)
+    return tensor.reshape(*leading, *tensor.shape[1:]) if is_folded else tensor
 
 
 def _wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -486,6 +486,18 @@ def test_eager_code_of_three_dimensions() -> None:
     assert torch.equal(attention.weights(), expected[:, None])
 
 
+def test_heads_that_are_folded_for_the_product() -> None:
+    query, key, value = drawn(2, 3, 5, 8)
+    expected = (query @ key.mT).softmax(-1)
+    attention, output = eager(
+        lambda: torch.bmm((query @ key.mT).softmax(-1).flatten(0, 1), value.flatten(0, 1))
+    )
+    assert torch.equal(attention.weights(), expected)
+    assert torch.equal(attention.weights(heads=[2]), expected[:, [2]])
+    assert attention.value.shape == value.shape
+    assert torch.equal(attention.output.flatten(0, 1), output)
+
+
 def test_a_sink_that_gets_no_value() -> None:
     query, key, value = drawn(2, 3, 5, 8)
     scores = torch.cat([query @ key.mT, torch.ones(2, 3, 5, 1)], -1)
@@ -507,7 +519,6 @@ def test_products_that_are_no_attention() -> None:
         lambda: value.mT @ scores.softmax(-1).mT,
         lambda: torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value.transpose(1, 2)),
         lambda: torch.matmul(scores.softmax(-1)[:, :1], value),
-        lambda: torch.bmm(scores.softmax(-1).flatten(0, 1), value.flatten(0, 1)),
     ):
         with pytest.raises(AttentionError, match="no product of weights"):
             eager(product)
