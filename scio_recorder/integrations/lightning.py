@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from scio_recorder.errors import needing
-from scio_recorder.integrations.training import NO_CALLS, GuardedTraining, StepObserver
+from scio_recorder.integrations.training import GuardedTraining, StepObserver
 
 with needing("lightning", "the callback"):
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -43,6 +43,9 @@ class LayerStatsMonitor(Callback):
         "exploding" (the share of units whose largest absolute value is more than 20 times that of
         the median unit, as on pages). The last three are for activations only, and all four for the
         first tensor that a module returns.
+        "attention_entropy" is the mean entropy of weights of attention before dropout, in nats,
+        over batches, heads and queries (also those of padding), as ``attention_entropy/NAME``, of
+        modules whose own code computes attention.
     gradients : bool, default True
         Also log statistics of gradients. Under gradient scaling they are scaled. If batches are
         accumulated, they are gradients of the loss as Lightning divides it.
@@ -62,7 +65,8 @@ class LayerStatsMonitor(Callback):
     Warns
     -----
     UserWarning
-        None of the chosen modules ran in a step, as inside a compiled module.
+        None of the chosen modules ran in a step, as inside a compiled module. Or no attention was
+        seen that was asked for, or its weights don't explain what the kernel returned.
 
     Notes
     -----
@@ -200,8 +204,8 @@ class LayerStatsMonitor(Callback):
 
     def _log(self, trainer: Trainer) -> None:
         self.latest = self._observer.scalars()
-        if not self.latest:
-            rank_zero_warn(NO_CALLS)
+        for problem in self._observer.problems():
+            rank_zero_warn(problem)
         trainer.callback_metrics.update(
             {key: torch.tensor(value) for key, value in self.latest.items()}
         )

@@ -10,6 +10,7 @@ from torch import nn
 
 from scio_recorder.errors import ArgumentError
 from scio_recorder.events import Event, Tracker
+from scio_recorder.integrations.attention_entropy import ATTENTION_ENTROPY, EntropyMeter
 from scio_recorder.nets.selection import choose_modules
 from scio_recorder.recording.statistics import (
     OF_STATES,
@@ -23,7 +24,7 @@ from scio_recorder.tensors.arguments import boolean, whole
 if TYPE_CHECKING:
     from scio_recorder.analysis.guarding.guard import Action, Guard
 
-NO_CALLS = (
+_NO_CALLS = (
     "LayerStatsMonitor saw no call of the modules that it observes: they did not run "
     "in this step, or run inside a compiled module, where hooks are not called"
 )
@@ -49,11 +50,13 @@ class StepObserver:
             every_n_steps = whole("every_n_steps", every_n_steps, 1, ArgumentError)
         self.every_n_steps = every_n_steps
         self._selectors = tuple(selectors)
-        self._statistics = check_names(statistics, (*STATISTICS, *OF_UNITS))
+        known = (*STATISTICS, *OF_UNITS, ATTENTION_ENTROPY)
+        self._statistics = check_names(statistics, known)
         self._gradients = boolean("gradients", gradients, ArgumentError)
         self._modules: dict[str, nn.Module] = {}
         self._running: dict[tuple[bool, str], RunningStatistics] = {}
         self._tracker: Tracker | None = None
+        self._entropies = EntropyMeter()
 
     def choose(self, root: nn.Module) -> None:
         """Choose the modules of a run, so that a wrong selector is noticed before its first step.
@@ -76,6 +79,8 @@ class StepObserver:
         self._tracker = Tracker(self._take)
         for name, module in self._modules.items():
             self._tracker.register(module, name, grad=self._gradients)
+        if ATTENTION_ENTROPY in self._statistics:
+            self._entropies.observe(self._modules)
 
     def leave(self) -> bool:
         """Remove the hooks; return whether there were any."""
@@ -83,6 +88,7 @@ class StepObserver:
         if self._tracker is not None:
             self._tracker.unregister()
             self._tracker = None
+        self._entropies.leave()
         return was_observing
 
     def scalars(self) -> dict[str, float]:
@@ -92,11 +98,18 @@ class StepObserver:
             for (grad, name), running in self._running.items()
             for statistic, value in running.scalars().items()
             if statistic in self._statistics and not (grad and statistic in OF_STATES)
-        }
+        } | self._entropies.scalars()
+
+    def problems(self) -> list[str]:
+        """Return sentences on what could not be observed."""
+        if not self._running:
+            return [_NO_CALLS]
+        return self._entropies.problems() if ATTENTION_ENTROPY in self._statistics else []
 
     def clear(self) -> None:
         """Begin the statistics of another step."""
         self._running.clear()
+        self._entropies.clear()
 
     def end(self) -> None:
         """Leave no trace of a run."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from scio_recorder.errors import ArgumentError, FlowError, needing, warn
-from scio_recorder.integrations.training import NO_CALLS, GuardedTraining, StepObserver
+from scio_recorder.integrations.training import GuardedTraining, StepObserver
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -48,6 +48,9 @@ class LayerStatsMonitor(TrainerCallback):
         "exploding" (the share of units whose largest absolute value is more than 20 times that of
         the median unit, as on pages). The last three are for activations only, and all four for the
         first tensor that a module returns.
+        "attention_entropy" is the mean entropy of weights of attention before dropout, in nats,
+        over batches, heads and queries (also those of padding), as ``attention_entropy/NAME``, of
+        modules whose own code computes attention.
     gradients : bool, default True
         Also log statistics of gradients. Under gradient scaling they are scaled. If batches are
         accumulated, they are gradients of the loss as the trainer divides it.
@@ -68,7 +71,8 @@ class LayerStatsMonitor(TrainerCallback):
     Warns
     -----
     UserWarning
-        None of the chosen modules ran in a step, as inside a compiled module.
+        None of the chosen modules ran in a step, as inside a compiled module. Or no attention was
+        seen that was asked for, or its weights don't explain what the kernel returned.
 
     Notes
     -----
@@ -162,9 +166,9 @@ class LayerStatsMonitor(TrainerCallback):
         if not self._observer.leave():
             return
         self.latest = self._observer.scalars()
+        for problem in self._observer.problems():
+            warn(problem)
         self._observer.clear()
-        if not self.latest:
-            warn(NO_CALLS)
         # To log takes back what the trainer means to do after this step: log its loss.
         should_log = control.should_log
         self._trainer.log(dict(self.latest))

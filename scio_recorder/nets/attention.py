@@ -134,6 +134,27 @@ class Attention(ABC):
         weights = weights if at.dim() else weights.select(-3, 0)
         return weights if rows.dim() else weights.select(-2, 0)
 
+    def entropy(self) -> Tensor:
+        """Return how widely queries attend: the entropy of their weights before dropout, in nats.
+
+        Returns
+        -------
+        Tensor
+            [batch, heads, queries], of float32 or more, detached: 0 where one key has all weight or
+            all keys are masked, the logarithm of n where n keys have the same. In eager code it is
+            that of what the softmax returned.
+
+        Raises
+        ------
+        AttentionError
+            The weights do not explain what the kernel returned. If dropout acted inside it, it is
+            called once more, without.
+        """
+        whole = self._without_dropout()
+        every = torch.arange(self._num_queries, device=self._device)
+        parts = (whole.weights(queries=some) for some in torch.split(every, _BLOCK))
+        return torch.cat([torch.special.entr(one).sum(-1) for one in parts], -1)
+
     @cached_property
     def error(self) -> float:
         """The largest difference between weights times values and the output, over its magnitude.
@@ -194,6 +215,10 @@ class Attention(ABC):
         title = "weights of attention, colours on a square-root scale"
         title = title if len(weights) == 1 else f"sample {at} of {len(weights)}: {title}"
         return draw_attention(title, drawn, [f"head {one}" for one in heads], (names[0], names[1]))
+
+    def _without_dropout(self) -> Attention:
+        """Return the attention of a call whose weights are those before dropout."""
+        return self
 
     @abstractmethod
     def _computed(self, heads: Tensor, queries: Tensor) -> Tensor:
@@ -276,6 +301,16 @@ class _KernelAttention(Attention):
         bias = _with_heads(bias, 4 - given["query"].dim())
         return scores + (bias if bias.dim() < 3 else self._of_heads(bias, heads)).to(dtype)
 
+    def _without_dropout(self) -> Attention:
+        given, dtype = self._given, self.output.dtype
+        if not given["dropout_p"]:
+            return self
+        again = {name: _rounded(one, dtype) for name, one in given.items()} | {"dropout_p": 0.0}
+        if self.query.shape[-3] != self.key.shape[-3]:
+            again["enable_gqa"] = True
+        with undisturbed(self._device.type):
+            return _KernelAttention(again, functional.scaled_dot_product_attention(**again))
+
 
 class _ProjectedAttention(_KernelAttention):
     """Attention of ``multi_head_attention_forward``, which projects at both ends."""
@@ -312,7 +347,8 @@ class _ProjectedAttention(_KernelAttention):
 class _EagerAttention(Attention):
     """Attention whose weights a network has computed itself."""
 
-    def __init__(self, weights: Tensor, value: Tensor, output: Tensor) -> None:
+    def __init__(self, softmax: Tensor, weights: Tensor, value: Tensor, output: Tensor) -> None:
+        self._softmax = softmax
         self._weights = _with_heads(weights)
         num_heads, num_queries = self._weights.shape[-3:-1]
         super().__init__(None, None, _with_heads(value), output, (num_heads, num_queries))
@@ -320,6 +356,12 @@ class _EagerAttention(Attention):
     def _computed(self, heads: Tensor, queries: Tensor) -> Tensor:
         weights = self._of_heads(self._weights.index_select(-2, queries), heads)
         return weights.to(_wide(weights.dtype, self._device))
+
+    def entropy(self) -> Tensor:
+        with undisturbed(self._device.type):
+            wide = _wide(self._softmax.dtype, self._device)
+            entropies: Tensor = torch.special.entr(_with_heads(self._softmax).to(wide)).sum(-1)
+            return entropies
 
 
 def attention_of(function: str, inputs: Inputs, output: Any) -> Attention:
@@ -373,7 +415,7 @@ def eager_attention_of(
     tensors = [_unfolded(one, leading) for one in given if isinstance(one, Tensor)]
     shapes = [[*one.shape] for one in tensors]
     if len(tensors) == 3 and shapes[0][:-1] == rows and shapes[2] == [*rows, shapes[1][-1]]:
-        return _EagerAttention(*tensors)
+        return _EagerAttention(softmax_output, *tensors)
     raise AttentionError(
         f"a softmax returned {[*softmax_output.shape]}, and what follows, {shapes}, is no product "
         "of weights [batch, heads, queries, keys] with values [batch, heads, keys, head_dim]"

@@ -107,6 +107,40 @@ def _explain(architecture: Architecture, label: DepthIdx, own: list[AttentionCal
     )
 
 
+class AttentionReader:
+    """Reads the attention off the operations of a module's own code, one after the other.
+
+    Examples
+    --------
+    >>> import torch
+    >>> weights, value = torch.full((1, 2, 4, 4), 0.25), torch.ones(1, 2, 4, 8)
+    >>> reader = AttentionReader()
+    >>> reader.read("softmax", Inputs((weights.log(), -1), {}), weights)
+    >>> reader.read("matmul", Inputs((weights, value), {}), weights @ value).weights().shape
+    torch.Size([1, 2, 4, 4])
+    """
+
+    def __init__(self) -> None:
+        self._softmax: Any = None
+
+    def read(self, function: str, inputs: Inputs, output: Any) -> Attention | None:
+        """Return the attention that an operation completes, None if it completes none.
+
+        Raises
+        ------
+        AttentionError
+            The attention can't be read.
+        """
+        if function in KERNELS:
+            return attention_of(function, inputs, output)
+        if function == "softmax":
+            self._softmax = output
+        elif function in _PRODUCTS and self._softmax is not None:
+            softmax, self._softmax = self._softmax, None
+            return eager_attention_of(softmax, inputs, output)
+        return None
+
+
 class AttentionRecords(LayerMapping[Any]):
     """The attention of layers in one pass, computed from what was recorded when it is read.
 

@@ -157,6 +157,32 @@ def test_rows_masked_whole(kernel: SDPBackend, dtype: torch.dtype, kind: str) ->
         torch.testing.assert_close(row, torch.full_like(row, 0.25))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["causal", "grouped", "masked", "without heads"])
+def test_entropies_are_those_of_weights_by_hand(kind: str, dropout: float) -> None:
+    has_mask, has_heads = kind in ("masked", "without heads"), kind != "without heads"
+    query, key, value = drawn(2, 4 if has_heads else 1, 6, 8)
+    if kind == "grouped":
+        key, value = key[:, :2], value[:, :2]
+    mask = torch.randn(2, 1, 6, 6) if has_mask else None
+    if mask is not None:
+        mask[:, :, 3] = -math.inf
+    weights = by_hand(query, key, mask, kind == "causal", None)
+    expected = -(weights * weights.clamp_min(1e-300).log()).sum(-1)
+    given = [one if has_heads or one is None else one[:, 0] for one in (query, key, value, mask)]
+    options = {"is_causal": kind == "causal", "enable_gqa": kind == "grouped"}
+    found = of(*given[:3], attn_mask=given[3], dropout_p=dropout, **options).entropy()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)  # of float32
+
+
+def test_entropies_of_more_queries_than_are_looked_at_together() -> None:
+    query, key, value = drawn(1, 2, 300, 8)
+    found = of(query, key, value, dropout_p=0.1).entropy()
+    probabilities = (query @ key.mT / math.sqrt(8)).softmax(-1)
+    expected = torch.distributions.Categorical(probabilities).entropy()
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 4, 5, 8)])
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_queries_of_other_dimensions(shape: tuple[int, ...], has_mask: bool) -> None:

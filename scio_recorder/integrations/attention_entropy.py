@@ -1,0 +1,108 @@
+"""The entropy of attention, measured while a network trains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from scio_recorder.capture.checkpoint_regions import is_rerun
+from scio_recorder.capture.own_code import AroundCode, ObservingMode
+from scio_recorder.errors import AttentionError
+from scio_recorder.nets.attention_calls import AttentionReader
+from scio_recorder.nets.operations import unseen
+from scio_recorder.nets.records import Inputs
+
+ATTENTION_ENTROPY = "attention_entropy"
+_NOTHING = (
+    "LayerStatsMonitor saw no attention: choose modules whose forward computes it, such as "
+    '"*.attn" or "*.self_attn", uncompiled, with attn_implementation="sdpa" or "eager"'
+)
+
+
+class _Local(threading.local):
+    """The mode of the own code that runs just now, for each thread."""
+
+    own_code: ObservingMode | None = None
+
+
+class EntropyMeter:
+    """Measures the attention of modules; what several contain counts for the innermost."""
+
+    def __init__(self) -> None:
+        self.local = _Local()
+        self._around: list[_AroundMeasured] = []
+        # By name: the sum of entropies, how many there are, and why one can't be read.
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._failures: dict[str, AttentionError] = {}
+
+    def observe(self, modules: Mapping[str, nn.Module]) -> None:
+        """Stand around the calls of modules."""
+        self._around = [_AroundMeasured(module, name, self) for name, module in modules.items()]
+        for one in self._around:
+            one.put_inside(one.module)
+
+    def leave(self) -> None:
+        """Leave the modules alone."""
+        for one in self._around:
+            one.take_from(one.module)
+        self._around = []
+
+    def measure(self, name: str, reader: AttentionReader, *operation: Any) -> None:
+        """Look at an operation of a module; training goes on if its attention can't be read."""
+        try:
+            if (attention := reader.read(*operation)) is not None:
+                entropy = attention.entropy()
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = total + entropy.sum().item(), count + entropy.numel()
+        except AttentionError as error:
+            self._failures[name] = error
+
+    def scalars(self) -> dict[str, float]:
+        """Return the mean entropies so far, by keys such as ``attention_entropy/NAME``."""
+        known = {name: sums for name, sums in self._sums.items() if name not in self._failures}
+        return {f"{ATTENTION_ENTROPY}/{name}": total / n for name, (total, n) in known.items()}
+
+    def problems(self) -> list[str]:
+        """Return sentences on what could not be measured."""
+        failures = self._failures.items()
+        found = [f"there is no entropy of attention in {name}: {error}" for name, error in failures]
+        return found if self._sums or found else [_NOTHING]
+
+    def clear(self) -> None:
+        """Begin the entropies of another step."""
+        self._sums.clear()
+        self._failures.clear()
+
+
+class _Measuring(ObservingMode):
+    """Reads the attention in the own code of one call of a module."""
+
+    def __init__(self, name: str, meter: EntropyMeter) -> None:
+        super().__init__()
+        self.is_paused = False
+        self._name, self._meter = name, meter
+        self._reader = AttentionReader()
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
+        """Return what a function receives."""
+        return Inputs(tuple(args), dict(kwargs))
+
+    def after(self, function: str, index: int, given: Inputs, output: Any) -> None:
+        """Hand an operation over."""
+        unseen(self._meter.measure, self._name, self._reader, function, given, output)
+
+
+class _AroundMeasured(AroundCode):
+    """Stands around the calls of a module whose attention is measured."""
+
+    def __init__(self, module: nn.Module, name: str, meter: EntropyMeter) -> None:
+        super().__init__(module, meter.local)
+        self.module = module
+        self._name, self._meter = name, meter
+
+    def mode(self) -> _Measuring | None:
+        """Return the mode for a call, unless activation checkpointing repeats it."""
+        return None if is_rerun() else _Measuring(self._name, self._meter)
