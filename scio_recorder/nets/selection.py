@@ -430,11 +430,15 @@ def _matches(architecture: Architecture, selector: object) -> Sequence[RowIdx]:
     if ran:
         return ran
     if matching:
-        shown = ", ".join(str(architecture[label]) for label in matching[:4])
+        rows = [architecture[label] for label in matching]
+        hint = (
+            "select layers inside or around them, or label the net with an input at which they run"
+        )
+        if isinstance(rows[0].module, nn.ModuleList):
+            hint = f"give the modules in it, as in record(*net.get_submodule({rows[0].name!r}))"
         raise LayerNotFoundError(
-            f"{_shown(selector)} matches only layers that did not run at labelling ({shown}), so "
-            "there is nothing to record: select layers inside or around them, or label the net "
-            "with an input at which they run"
+            f"{_shown(selector)} matches only layers that did not run at labelling "
+            f"({few(rows, 4)}), so there is nothing to record: {hint}"
         )
     raise LayerNotFoundError(_nothing_matched(architecture, selector))
 
