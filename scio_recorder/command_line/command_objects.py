@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scio_recorder.nets.architecture import nearest
+from scio_recorder.nets.offers import nearest
 from scio_recorder.recording.row_kinds import Nodes, Tokens
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
 from scio_recorder.stores.disk_format.medium import is_url

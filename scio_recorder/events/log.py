@@ -18,8 +18,8 @@ from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedN
 from scio_recorder.events.event import Event, EventLog, Stash, Statistic, event_frame
 from scio_recorder.events.gradient_events import REENTRANT, TrackedCall
 from scio_recorder.layer import counted
-from scio_recorder.nets.architecture import nearest
 from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.offers import nearest
 from scio_recorder.nets.refusals import check_supported
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors

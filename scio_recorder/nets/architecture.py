@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import hashlib
 import json
-import re
 from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from functools import cached_property
 from types import MappingProxyType
@@ -34,6 +32,7 @@ from scio_recorder.layer import (
     shapes_of,
     text_of,
 )
+from scio_recorder.nets.offers import offer
 from scio_recorder.tensors.copies import DTYPES, dtype_name
 
 _FORMAT = 1
@@ -45,7 +44,7 @@ _LINE = {"file": str, "line": int, "source": str}
 # Fields of a layer that are written unchanged.
 _PLAIN = {"name": str, "type_name": str, "call": int, "executed": bool, "num_params": int}
 
-_SHOWN, _OFFERED = 6, 4
+_SHOWN = 6
 # The way on if a module did not run at labelling.
 LABEL_WITH_IT = "label the net with an input at which it runs (input_data=)"
 
@@ -738,43 +737,3 @@ def no_such_operation(key: Any, architecture: Architecture) -> str:
     else:
         hint = no_such_name(layer, architecture.names)
     return f"no operation is {text!r}: {hint}"
-
-
-def offer(wanted: str, names: Iterable[str]) -> str:
-    """Offer names in place of one, or of a glob or a pattern, that matches nothing.
-
-    Examples
-    --------
-    >>> offer("layer4.*", ["", "layer1", "layer2", "head"])
-    "the closest names are 'layer2', 'layer1'"
-    """
-    known = list(filter(None, names))
-    plain = re.sub(r"[^\w.]+", "", wanted).strip(".")
-    close = fnmatch.filter(known, f"*.{wanted}")[:_OFFERED]
-    close = close or difflib.get_close_matches(plain, known, _OFFERED, 0.5)
-    if not close:
-        # A user may know only the end of a name.
-        ends = {name.rpartition(".")[2]: name for name in reversed(known)}
-        near = difflib.get_close_matches(plain.rpartition(".")[2], ends, _OFFERED)
-        close = [ends[end] for end in near]
-    if close:
-        return _closest_are(close)
-    more = ", ..." * (len(known) > _SHOWN)
-    return f"there are {', '.join(map(repr, known[:_SHOWN]))}{more}" if known else "there are none"
-
-
-def nearest(wanted: str, names: Iterable[str]) -> str:
-    """Return the names closest to one that does not exist, as the end of a sentence.
-
-    Examples
-    --------
-    >>> nearest("rleu", ["linear", "relu"]), nearest("rleu", ["linear"])
-    ("; the closest name is 'relu'", '')
-    """
-    close = difflib.get_close_matches(wanted, list(names), _OFFERED)
-    return f"; {_closest_are(close)}" if close else ""
-
-
-def _closest_are(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names))
-    return f"the closest {'name is' if len(names) == 1 else 'names are'} {shown}"

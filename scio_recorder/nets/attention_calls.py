@@ -14,6 +14,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention import Attention, attention_of, eager_attention_of
 from scio_recorder.nets.attention_arguments import KERNELS, unpacked
 from scio_recorder.nets.records import Inputs, LayerMapping, Records
+from scio_recorder.nets.selection import selector_for
 
 _PRODUCTS = ("matmul", "bmm", "einsum")
 
@@ -96,11 +97,22 @@ def _explain(architecture: Architecture, label: DepthIdx, own: list[AttentionCal
         )
     around = dict.fromkeys(row.layer.label for row in architecture.operations.values())
     having = [architecture[at] for at in around if _attention_in(architecture, at)]
-    hint = f"layers that do: {few(having, 6)}" if having else "no layer of this network does"
+    labels = [row.label for row in having]
+    globs = dict.fromkeys(selector_for(architecture, at, labels) for at in labels)
+    hint = (
+        f"layers that do: {few(having, 4)}: write "
+        f"record({', '.join(map(repr, globs))}, attention=True)"
+        if having
+        else "no layer of this network does"
+    )
     inside = f"{layer.name}.".removeprefix(".")
     modules = [row for row in architecture.values() if isinstance(row.module, nn.Softmax)]
+    softmaxes = [row.label for row in modules]
     if own_softmax := [row for row in modules if row.name.startswith(inside)]:
-        hint = f"record {own_softmax[0]}, whose output is the weights"
+        hint = (
+            f"what it calls softmax is a layer, {own_softmax[0]}, whose output is the weights: "
+            f"write record({selector_for(architecture, own_softmax[0].label, softmaxes)!r})"
+        )
     return (
         f"the own code of layer {layer} calls neither {' nor '.join(KERNELS)}, and no softmax "
         f"before a product; {hint}"

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, Typ
 from torch import Tensor, nn
 
 from scio_recorder.errors import LayerNotFoundError, MutationError
-from scio_recorder.layer import RowIdx, describe, few, is_operation_key, map_leaves, text_of
-from scio_recorder.nets.architecture import Architecture, nearest
+from scio_recorder.layer import RowIdx, describe, few, is_operation_key, map_leaves
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.offers import nearest
 from scio_recorder.tensors.copies import dtype_name
 from scio_recorder.tensors.ownership import HeldTensor, holder
 
 # Several threads may read the same records for the first time.
 _BUILDING = threading.RLock()
 T = TypeVar("T", covariant=True)
-_SHOWN = 12
+_SHOWN = 6
 # The printed form: layers, and the widths of their names and of a structure's shapes.
 _LISTED, _WIDEST, _LONGEST = 60, 60, 300
 # The advice if there is nothing to read yet.
@@ -195,7 +196,7 @@ class LayerMapping(Mapping["RowIdx", T], Generic[T]):
             return f"there is no {self._what} of layer {layer}: {self.reasons[label]}"
         if not self._values:
             return f"there is no {self._what} of layer {layer}: {self._explain_absence()}"
-        here = few(list(self._values), _SHOWN, text_of)
+        here = few([self._architecture[at] for at in self._values], _SHOWN)
         return f"there is no {self._what} of layer {layer}; there is one of {here}"
 
     def _explain_absence(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from scio_recorder.errors import LabellingError, UnsupportedNetError
-from scio_recorder.layer import Layer, describe, shapes_of
+from scio_recorder.layer import Layer, few, map_leaves
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
@@ -21,6 +22,7 @@ from scio_recorder.tensors.arguments import usable_device
 from scio_recorder.tensors.copies import dtype_name
 from scio_recorder.tensors.structures import holder_out_of_sight, taken_apart, tensors
 
+_SHOWN = 8
 # One of these is in each message of torch about a dtype.
 _ABOUT_DTYPES = re.compile("type|not implemented for", re.IGNORECASE)
 _ADVICE = {
@@ -127,7 +129,56 @@ def not_a_size(given: Any) -> str:
 def _shown(given: Any) -> str:
     if isinstance(given, np.ndarray):
         return f"a NumPy array of shape {given.shape}"
-    return f"tensors of shape {shapes_of(describe(given))}" if tensors(given) else repr(given)[:300]
+    if isinstance(given, Tensor | Mapping | list | tuple) and tensors(given):
+        return f"tensors of shape {map_leaves(_shape, given)}"
+    return repr(given)[:300]
+
+
+def _shape(leaf: Any) -> Any:
+    is_plain = leaf is None or isinstance(leaf, int | float | str)
+    return tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf if is_plain else type(leaf)
+
+
+def arguments_of(net: nn.Module) -> str:
+    """Return a clause that names what the forward of a network takes; empty for one argument.
+
+    Examples
+    --------
+    >>> arguments_of(nn.Bilinear(2, 2, 1)), arguments_of(nn.ReLU())
+    ('its forward takes input1, input2', '')
+    """
+    names = _argument_names(net)
+    return f"its forward takes {few(names, _SHOWN)}" if len(names) > 1 else ""
+
+
+def _argument_names(net: nn.Module) -> list[str]:
+    try:
+        parameters = inspect.signature(net.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+
+
+def no_input(net: nn.Module, given: Sequence[str]) -> str:
+    """Return the message about a `Recorder` without an input, given only other keywords.
+
+    Examples
+    --------
+    >>> no_input(nn.Bilinear(2, 2, 1), ["input1", "input2"])
+    'labelling runs the net once ... write input_data={"input1": input1, "input2": input2}'
+    >>> no_input(nn.ReLU(), ["example"])
+    'labelling runs the net once ... write input_data= in place of example='
+    """
+    advice = (
+        "write input_size=(1, 3, 32, 32), batch dimension included, or input_data= a tensor, a "
+        "tuple of positional or a dict of keyword inputs"
+    )
+    if given and set(given) <= set(_argument_names(net)):
+        entries = ", ".join(f'"{name}": {name}' for name in given)
+        advice = f"write input_data={{{entries}}}"
+    elif given:
+        advice = f"write input_data= in place of {given[0]}="
+    return f"labelling runs the net once and needs an input for that: {advice}"
 
 
 def failed_run(net: nn.Module, keywords: Mapping[str, Any], cause: BaseException) -> str:
@@ -162,11 +213,18 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     cast = inputs and cast_for(net, inputs, cause)
     if cast:
         advice = f"Probably {cast[1]}: convert it, as input_data=x.{cast[0]} does"
+    else:
+        advice += _advice_on_arguments(net, inputs, cause)
     parts = (*inputs.args, *inputs.kwargs.values()) if inputs else (value,)
     shown = _shown(value)
     if any(isinstance(part, np.ndarray) for part in parts):
         shown = ", ".join(map(_shown, parts))
         advice = "Probably it takes tensors, not NumPy arrays: convert them by torch.from_numpy(x)"
+    if inputs is None and isinstance(value, Iterable) and not isinstance(value, str | np.ndarray):
+        advice = (
+            "Probably it takes one batch of a loader: give next(iter(loader)), or of (inputs, "
+            "labels) next(iter(loader))[0]"
+        )
     is_shape = given == "input_size" and all(isinstance(part, int) for part in parts)
     if is_shape and (len(parts) == 1 or (len(parts) == 3 and parts[0] in (1, 3))):
         advice += f". For one sample of shape {parts}, write input_size={(1, *parts)}"
@@ -174,6 +232,20 @@ inputs, such as tokenizer(texts, return_tensors="pt")
         f"the dry run of {type(net).__name__} on {given}={shown} failed with "
         f"{type(cause).__name__}: {cause}\n{advice}"
     )
+
+
+def _advice_on_arguments(net: nn.Module, inputs: Inputs | None, cause: BaseException) -> str:
+    """Return a sentence on what a network takes; empty if its error is about something else."""
+    names = _argument_names(net)
+    if _ABOUT_DTYPES.search(str(cause).replace("NoneType", "")) or len(names) < 2:
+        return ""
+    decoder = "decoder_input_ids"
+    if decoder in names[1:] and inputs and decoder not in inputs.kwargs:
+        return (
+            f". It has a decoder, which needs an input, too: write input_data={{"
+            f'"{names[0]}": x, "{decoder}": ids}}'
+        )
+    return f". Here {arguments_of(net)}"
 
 
 def cast_for(net: nn.Module | None, inputs: Inputs, error: BaseException) -> tuple[str, str] | None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from scio_recorder.errors import LayerNotFoundError, RecorderError, SelectorTypeError, warn
 from scio_recorder.layer import (
@@ -20,20 +21,21 @@ from scio_recorder.layer import (
     Operation,
     OperationIdx,
     RowIdx,
+    TensorSpec,
     few,
     is_operation_key,
     label_of,
     not_its_label,
+    text_of,
 )
 from scio_recorder.nets.architecture import (
     LABEL_WITH_IT,
     Architecture,
     no_such_label,
-    no_such_name,
     no_such_operation,
-    offer,
 )
 from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.offers import glob_of, offer
 from scio_recorder.nets.refusals import check_supported
 
 _T = TypeVar("_T")
@@ -163,6 +165,44 @@ def by_selector(
     if not torch.compiler.is_compiling():
         warn_of_longer_numbers(architecture, given, chosen, recorded)
     return chosen
+
+
+def selector_for(architecture: Architecture, label: RowIdx, among: Collection[RowIdx]) -> str:
+    """Return a glob for a layer and those at its place in other blocks, or else its name.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers.
+    label : (int, int)
+        The layer.
+    among : collection of (int, int)
+        The layers that are meant. If the glob would match one of another kind, the name is given.
+
+    Examples
+    --------
+    >>> from scio_recorder.nets.labelling.label import label_net
+    >>> net = nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU()))
+    >>> _, architecture = label_net(net, input_size=(1, 4))
+    >>> selector_for(architecture, (2, 1), [(2, 1), (2, 2)]), selector_for(architecture, (0, 1), [])
+    ('*.*', '0-1')
+    """
+    row = architecture[label]
+    glob = glob_of(row.name)
+    found: Collection[RowIdx] = architecture.operations_of(glob)
+    if not isinstance(row, Operation):
+        names = fnmatch.filter(architecture.names, glob)
+        found = [at for name in names for at in architecture.rows_of(name)]
+    kinds = {_kind(architecture[at]) for at in found if at in among}
+    return (glob if kinds == {_kind(row)} else row.name) or text_of(row.label)
+
+
+def _kind(row: Layer) -> object:
+    """Return what layers have in common to which the same function can be applied."""
+    spec = row.output_spec
+    if isinstance(spec, TensorSpec):
+        return row.type_name
+    return tuple(spec) if isinstance(spec, Mapping) else type(spec)
 
 
 def select_modules(architecture: Architecture, selectors: Sequence[object]) -> tuple[RowIdx, ...]:
@@ -430,17 +470,24 @@ def _matches(architecture: Architecture, selector: object) -> Sequence[RowIdx]:
     if ran:
         return ran
     if matching:
-        rows = [architecture[label] for label in matching]
-        hint = (
-            "select layers inside or around them, or label the net with an input at which they run"
-        )
-        if isinstance(rows[0].module, nn.ModuleList):
-            hint = f"give the modules in it, as in record(*net.get_submodule({rows[0].name!r}))"
-        raise LayerNotFoundError(
-            f"{_shown(selector)} matches only layers that did not run at labelling "
-            f"({few(rows, 4)}), so there is nothing to record: {hint}"
-        )
+        raise LayerNotFoundError(_none_ran(architecture, selector, matching))
     raise LayerNotFoundError(_nothing_matched(architecture, selector))
+
+
+def _none_ran(architecture: Architecture, selector: object, matching: Sequence[RowIdx]) -> str:
+    rows = [architecture[label] for label in matching]
+    advice = "select layers inside or around them, or label the net with an input at which they run"
+    module, name = rows[0].module, rows[0].name
+    if len(rows) == 1 and isinstance(module, nn.ModuleList | nn.ModuleDict):
+        inside = [architecture.rows_of(f"{name}.{child}") for child, _ in module.named_children()]
+        if inside and all(labels and architecture[labels[0]].executed for labels in inside):
+            path = re.sub(r"\.(\d+)(?![^.])", r"[\1]", f".{name}")
+            values = ".values()" * isinstance(module, nn.ModuleDict)
+            advice = f"record what it holds, by record(*rnet.net{path}{values})"
+    return (
+        f"{_shown(selector)} matches only layers that did not run at labelling "
+        f"({few(rows, 4)}), so there is nothing to record: {advice}"
+    )
 
 
 def _matching_operations(architecture: Architecture, key: Any) -> list[OperationIdx]:
@@ -468,9 +515,7 @@ def _candidates(architecture: Architecture, selector: Any) -> Iterable[RowIdx]:
     if label is not None:
         raise LayerNotFoundError(no_such_label(label, architecture))
     if isinstance(selector, str):
-        is_type = any(row.type_name == selector for row in architecture.values())
-        hint = f"; to choose by type, give the class {selector} and not its name" if is_type else ""
-        raise LayerNotFoundError(no_such_name(selector, architecture.names) + hint)
+        raise LayerNotFoundError(_no_such_module(architecture, selector))
     if isinstance(selector, re.Pattern):
         return _named(architecture, selector)
     rows = list(architecture.values())
@@ -480,7 +525,24 @@ def _candidates(architecture: Architecture, selector: Any) -> Iterable[RowIdx]:
         return [row.label for row in rows if row.module is selector]
     if callable(selector) and not isinstance(selector, type):
         return [row.label for row in rows if row.executed and _holds(selector, row)]
-    raise _unusable(selector)
+    raise _unusable(architecture, selector)
+
+
+def _no_such_module(architecture: Architecture, name: str) -> str:
+    rows, kind = list(architecture.values()), name.removeprefix("nn.")
+    if any(row.type_name == kind for row in rows):
+        return (
+            f"no module has the qualified name {name!r}; to choose by type, give the class {kind} "
+            f'and not its name, or lambda layer: layer.type_name == "{kind}"'
+        )
+    if callable(getattr(rows[0].module, name, None)):
+        return f"{name!r} is a method of the {rows[0].type_name}, and only modules are layers"
+    hint = ""
+    if callable(getattr(torch, name, getattr(functional, name, None))):
+        hint = f'; calls of the function are operations: record("*/{name}")'
+    types = {row.name: row.type_name for row in rows}
+    near = offer(name, architecture.names, types)
+    return f"no module has the qualified name {name!r}; {near}{hint}"
 
 
 def _named(architecture: Architecture, pattern: re.Pattern[Any]) -> list[RowIdx]:
@@ -497,6 +559,11 @@ def _is_of(layer: Layer, kind: type[nn.Module]) -> bool:
 
 
 def _holds(predicate: Callable[[Layer], Any], layer: Layer) -> bool:
+    if isinstance(getattr(predicate, "__self__", None), nn.Module):
+        raise SelectorTypeError(
+            f"{_shown(predicate)} is a method of a module, and only modules are layers: give the "
+            "modules that it calls, or what it calls as operations"
+        )
     try:
         answer = predicate(layer)
     except Exception as error:
@@ -518,10 +585,14 @@ def _nothing_matched(architecture: Architecture, selector: object) -> str:
         kinds = sorted({row.type_name for row in architecture.values() if row.executed})
         return f"no layer is a {selector.__name__}; there are {', '.join(kinds[:20])}"
     if isinstance(selector, str) and fnmatch.filter(architecture.names, selector):
-        return f"{selector!r} matches only modules that did not run at labelling: {LABEL_WITH_IT}"
+        return (
+            f"{selector!r} matches only modules that did not run at labelling: {LABEL_WITH_IT}, or "
+            "record the layer around it, if a function does its work"
+        )
     if isinstance(selector, str | re.Pattern):
         text = selector if isinstance(selector, str) else selector.pattern
-        return f"no name matches {selector!r}; {offer(text, architecture.names)}"
+        types = {row.name: row.type_name for row in architecture.values()}
+        return f"no name matches {selector!r}; {offer(text, architecture.names, types)}"
     if not isinstance(selector, nn.Module):
         return f"{_shown(selector)} matches no layer"
     if not any(row.module is not None for row in architecture.values()):
@@ -534,7 +605,7 @@ def _nothing_matched(architecture: Architecture, selector: object) -> str:
     return f"{_shown(selector)} has no layer: {reason}"
 
 
-def _unusable(selector: object) -> LayerNotFoundError:
+def _unusable(architecture: Architecture, selector: object) -> LayerNotFoundError:
     kinds = (
         'a selector is (1, 3), "1-3", a qualified name or glob, a compiled pattern, a module type, '
         "a module or a predicate"
@@ -547,9 +618,10 @@ def _unusable(selector: object) -> LayerNotFoundError:
         number = operator.index(selector)  # type: ignore[arg-type]  # raises for others
     except TypeError:
         return SelectorTypeError(f"{_shown(selector)} can't select layers: {kinds}")
+    named = f', or "{number}" for the layer of this name' * (str(number) in architecture.names)
     return SelectorTypeError(
         f"{number} is a single number and names no layer: a label is a pair in its own "
-        "parentheses, so write record((1, 3)) instead of record(1, 3)"
+        f"parentheses, so write record((1, 3)) instead of record(1, 3){named}"
     )
 
 

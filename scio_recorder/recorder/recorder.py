@@ -46,6 +46,7 @@ from scio_recorder.nets.selection import (
     look_alikes,
     select,
     select_modules,
+    selector_for,
     warn_of_longer_numbers,
 )
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
@@ -89,6 +90,24 @@ def _refuse_mistaken(net: nn.Module, kwargs: Mapping[str, Any]) -> None:
                 f"{name}= would go to the network, whose forward takes no such argument: write "
                 "activation_postproc="
             )
+
+
+def _note_on_inputs(args: Sequence[Any], error: Exception) -> None:
+    """Say how a batch or a post-processor is given, if one stands in place of an input."""
+    batch = args[0] if len(args) == 1 else None
+    if isinstance(batch, Mapping):
+        error.add_note(
+            f"The network was given one {type(batch).__name__}. If its entries are inputs by "
+            "keyword, as in collect, write rnet(**batch)."
+        )
+    elif isinstance(error, TypeError) and isinstance(batch, list | tuple):
+        error.add_note(
+            f"The network was given one {type(batch).__name__}. Of such a batch, collect "
+            "takes the first part, but a call hands on what it is given: write "
+            "rnet(batch[0]), or rnet(*batch) for several inputs."
+        )
+    elif isinstance(error, TypeError) and any(map(callable, args[1:])):
+        error.add_note("If the function is a post-processor, write activation_postproc=.")
 
 
 def _attending(
@@ -326,10 +345,13 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         warn_of_longer_numbers(architecture, selectors, recording)
         missing = look_alikes(architecture, selectors, recording)
         if missing:
+            kinds = sorted({row.type_name for row in missing})
+            named = selector_for(architecture, missing[0].label, architecture)
             warn(
                 f"nn.Linear misses {counted(len(missing), 'layer')} that multiply by a matrix too, "
-                f"such as {missing[0]}, since their class is another one: choose by name, as in "
-                'record("*.attn", "*.mlp"), or give the class as well'
+                f"such as {missing[0]}, since their class is another one: to have them too, write "
+                f"record(nn.Linear, lambda layer: layer.type_name in {kinds}), or choose by name, "
+                f"as in record({named!r})"
             )
 
     def _warn_of_unlabelled(self, selectors: Sequence[object]) -> None:
@@ -430,13 +452,8 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             return run(
                 net, args, kwargs, given=activation_postproc, records_outputs=not dont_record
             )
-        except TypeError as error:
-            if len(args) == 1 and isinstance(args[0], list | tuple):
-                error.add_note(
-                    f"The network was given one {type(args[0]).__name__}. Of such a batch, collect "
-                    "takes the first part, but a call hands on what it is given: write "
-                    "rnet(batch[0]), or rnet(*batch) for several inputs."
-                )
+        except Exception as error:
+            _note_on_inputs(args, error)
             raise
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

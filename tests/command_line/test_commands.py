@@ -195,7 +195,10 @@ def test_dtype_with_data_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> Non
         (["cli_nets:net", "--input-size", "2,5"], ["--input-size 2,5 failed", "2x5"]),
         (["cli_nets:Image", "--input-size", "3,8,8"], ["write --input-size 1,3,8,8"]),
         (["cli_nets:Image", "--input-data", "cli_nets:number"], ["got (int,", "a tensor, a tuple"]),
-        (["cli_nets:Image", "--input-data", "cli_nets:loader"], ["(DataLoader,", "a tensor, a"]),
+        (
+            ["cli_nets:Image", "--input-data", "cli_nets:loader"],
+            ["(DataLoader,", "next(iter("],
+        ),
         (["cli_nets:Image", "--input-data", "cli_nets:pairs"], ["conv2d() received", "expected"]),
     ],
 )
@@ -392,7 +395,7 @@ def test_what_is_mistyped_is_named_beside_what_there_is(
         ("cli_nets.py:net", "write cli_nets:net"),
         ("./src/cli_nets.py:net", "write src.cli_nets:net"),
         ("cli_nets:Smal", "the closest name is 'Small'"),
-        ("cli_nets:Small.forwrd", "the closest names are 'forward'"),
+        ("cli_nets:Small.forwrd", "the closest name is 'forward'"),
     ],
 )
 def test_a_module_that_is_mistyped(

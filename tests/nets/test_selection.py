@@ -315,9 +315,14 @@ def resembling() -> nn.Sequential:
 @pytest.mark.parametrize("calls", ["labelled", "any"])
 def test_linear_layers_of_other_classes_are_pointed_out(selectors: Any, calls: Any) -> None:
     rnet = Recorder(resembling(), input_data=torch.ones(2, 5).long(), verbose=0)
-    with pytest.warns(UserWarning, match=r"misses 2 layers .* 1-2 1 \(Conv1D\).*\*\.mlp"):
+    with pytest.warns(UserWarning, match=r"misses 2 layers .* 1-2 1 \(Conv1D\)") as said:
         rnet.record(*selectors, calls=calls)
     assert "4" in [rnet.architecture[label].name for label in rnet.recording]
+    # What the warning says to write has them all.
+    written = re.findall(r"record\((.*?)\)(?:,|$)", str(said[0].message))
+    rnet.record(*eval(f"[{written[0]}]"), calls=calls)
+    assert {"1", "3", "4"} == {rnet.architecture[label].name for label in rnet.recording}
+    assert written[1] == "'1'"
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_batch_in_place_of_its_inputs(rnet: Recorder, batch: Any) -> None:
         (lambda rnet, made: rnet.activations.conv1, "write ['conv1'] in place of .conv1"),
         (lambda rnet, made: rnet.activations.cnv1, "the closest name is 'conv1'"),
         (lambda rnet, made: made.activations, 'it holds them itself, so write recording["1-3"]'),
-        (lambda rnet, made: made.reprot, "the closest names are 'report'"),
+        (lambda rnet, made: made.reprot, "the closest name is 'report'"),
         (lambda rnet, made: rnet.report, "a recording has: write rnet.collect(batches).report"),
         (lambda rnet, made: rnet.colect, "the closest names are 'collect'"),
         (lambda rnet, made: rnet.conv1, "write rnet.net.conv1"),

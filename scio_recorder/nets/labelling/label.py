@@ -26,7 +26,7 @@ from scio_recorder.nets.labelling.torchinfo import (
     random_inputs,
 )
 from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.refusals import check_supported, failed_run, not_a_size
+from scio_recorder.nets.refusals import check_supported, failed_run, no_input, not_a_size
 from scio_recorder.nets.sharded import Following, is_sharded, mark, plain_type
 from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet
 from scio_recorder.nets.state.moment import preserved_rng
@@ -88,7 +88,7 @@ def label_net(
     True
     """
     check_supported(net, summary_kwargs.get("device"))
-    keywords = _keywords(summary_kwargs)
+    keywords = _keywords(net, summary_kwargs)
     further = {name: value for name, value in summary_kwargs.items() if name not in _DEFAULTS}
     # An interruption can come after torch has turned gradients off and before it restores them.
     with preserved_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -135,7 +135,7 @@ def list_operations(
     >>> [one.name for one in list_operations(net, architecture, input_size=(1, 4))]
     ['0/linear:0', '1/relu:0']
     """
-    keywords = _keywords(summary_kwargs)
+    keywords = _keywords(net, summary_kwargs)
     further = {name: value for name, value in summary_kwargs.items() if name not in _DEFAULTS}
     with preserved_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
         labelled = _label(net, keywords, _inputs(net, keywords, further), OperationTrace)
@@ -148,16 +148,12 @@ def list_operations(
     return labelled.trace.operations(dict(architecture.items()))
 
 
-def _keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+def _keywords(net: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     known = {name: one for name, one in given.items() if name in _DEFAULTS and one is not None}
     keywords = _DEFAULTS | known
     size, data = keywords["input_size"], keywords["input_data"]
     if size is None and data is None:
-        raise MissingInputError(
-            "labelling runs the net once and needs an input for that: write input_size=(1, 3, "
-            "32, 32), batch dimension included, or input_data= a tensor, a tuple of positional "
-            "or a dict of keyword inputs"
-        )
+        raise MissingInputError(no_input(net, [name for name in given if name not in _DEFAULTS]))
     if size is not None and data is not None:
         raise LabellingError("give either input_size= or input_data=, not both")
     if size is not None and not isinstance(size, list | tuple):
