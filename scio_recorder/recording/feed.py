@@ -189,10 +189,7 @@ class Feed:
         if is_ours and not isinstance(given, Tensor | Mapping):
             begins = "" if given is batch else f" that begins with a {type(given).__name__}"
             what = f"batch {self.number} is a {type(batch).__name__}{begins}"
-            x = "batch" if given is batch else "batch[0]"
-            is_array = isinstance(given, np.ndarray)
-            array = f": write to_inputs=lambda batch: torch.from_numpy({x})"
-            raise CollectError(f"{what}{array if is_array else f'; {_WRITE}'}")
+            raise CollectError(f"{what}{_converted(given, batch)}")
         inputs = Inputs.of(tuple(given) if isinstance(given, list) else given)
         if inputs is not None:
             odd = [key for key in inputs.kwargs if not isinstance(key, str)]
@@ -354,6 +351,22 @@ def _has_rows(value: Any) -> TypeGuard[Tensor]:
 
 def _first(batch: Any) -> Any:
     return batch[0] if isinstance(batch, tuple | list) and batch else batch
+
+
+def _converted(given: Any, batch: Any) -> str:
+    """Return how to make inputs of what a batch begins with."""
+    x = "batch" if given is batch else "batch[0]"
+    if isinstance(given, np.ndarray):
+        return f": write to_inputs=lambda batch: torch.from_numpy({x})"
+    texts = given if isinstance(given, list | tuple) else [given]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        return f"; {_WRITE}"
+    # A list of texts begins with one.
+    x = "batch" if isinstance(given, str) else x
+    return (
+        ": texts must be tokenized, so write to_inputs=lambda batch: "
+        f'tokenizer({x}, padding=True, return_tensors="pt")'
+    )
 
 
 def counting_tensor(inputs: Inputs) -> Tensor:

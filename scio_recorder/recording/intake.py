@@ -13,6 +13,7 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError, raised_by
 from scio_recorder.layer import Layer, Operation, RowIdx, TensorSpec, text_of
+from scio_recorder.nets.attention import Attention
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.recording.options import LayerOptions, Transform
@@ -56,6 +57,7 @@ class CurrentBatch:
 class LayerIntake:
     """The intake of one layer's activations."""
 
+    options: LayerOptions
     layer: Layer
     transform: Transform | None
     current: CurrentBatch = field(default_factory=CurrentBatch, init=False)
@@ -65,8 +67,29 @@ class LayerIntake:
     def _check_rows(self, kept: Tensor) -> None:
         """Refuse a tensor whose leading dimensions are not those of the batch."""
         is_meant, rows = self.transform is not None, self.current.rows
-        rows.check(self.layer, kept, is_transformed=is_meant, is_known=self.is_known)
+        misfit = rows.misfit(self.layer, kept, is_transformed=is_meant, is_known=self.is_known)
+        if misfit:
+            raise CollectError(f"{misfit}: {self._rearranged(kept)}")
         self.is_known = True
+
+    def _rearranged(self, kept: Tensor) -> str:
+        """Return how a tensor gets the leading dimensions of the batch."""
+        rows, selector = self.current.rows, self.options.selector_for(self.layer.label)
+        if self.transform is not None:
+            return (
+                f"let it return [{', '.join(rows.dims)}, ...]; to transform only some layers, "
+                f'write transform={{"{selector}": lambda activation, batch: ...}}'
+            )
+        code, condition = "...", ""
+        if times := rows.lines_of_each(kept.shape):
+            code = f"activation.unflatten(0, (-1, {times}))"
+            condition = f", if it has {times} lines of each sample, one sample after the other"
+        ids = ", or let sample_ids= give one id for each sample of the batch" * rows.are_samples
+        others = self.options.leaving_out(self.layer.label, rows.labelled)
+        return (
+            f'rearrange it with transform={{"{selector}": lambda activation, batch: {code}}}'
+            f"{condition}; or leave the layer out{ids}{others}"
+        )
 
     def _transformed(self, activation: Any) -> Tensor:
         """Return the tensor to keep: the layer's output, or the result of the transform."""
@@ -100,14 +123,16 @@ class LayerIntake:
 
     def _not_a_tensor(self, activation: Any, result: Any) -> str:
         if self.transform is not None:
-            return (
-                f"the transform of layer {self.layer} returned a {type(result).__name__}: return a "
-                "tensor [batch, ...]"
-            )
+            is_attention = isinstance(result, Attention)
+            kind = "an Attention" if is_attention else f"a {type(result).__name__}"
+            tensor = "such as attention.weights(queries=[-1])" if is_attention else "[batch, ...]"
+            return f"the transform of layer {self.layer} returned {kind}: return a tensor {tensor}"
+        selector = self.options.selector_for(self.layer.label)
         return (
             f"layer {self.layer} returned a {type(activation).__name__}, not a tensor: choose one "
-            "with transform, such as transform={"
-            f'"{self.layer.label}": lambda activation, batch: activation{_first_of(activation)}}}'
+            f'with transform, such as transform={{"{selector}": lambda activation, batch: '
+            f"activation{_first_of(activation)}}}"
+            f"{self.options.leaving_out(self.layer.label, self.current.rows.labelled)}"
         )
 
 
@@ -306,7 +331,7 @@ class Intakes:
         self.storing: dict[RowIdx, StoringIntake] = {}
         self._reducing: dict[RowIdx, ReducingIntake] = {}
         for label in layers.recording:
-            shared = layers.architecture[label], layers.transforms.get(label)
+            shared = layers, layers.architecture[label], layers.transforms.get(label)
             if label in layers.reductions:
                 reductions = several(layers.reductions[label])
                 self._reducing[label] = ReducingIntake(*shared, reductions, waits)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Self, TypeAlias
@@ -12,8 +14,8 @@ from torch import Tensor, nn
 
 from scio_recorder.capture.engine import Capture
 from scio_recorder.errors import CollectError
-from scio_recorder.layer import RowIdx, text_of
-from scio_recorder.nets.selection import by_selector
+from scio_recorder.layer import RowIdx, TensorSpec, few, text_of
+from scio_recorder.nets.selection import by_selector, select, selector_for
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
 from scio_recorder.recording.recipes import recipes_of
 from scio_recorder.recording.rows import Rows, rows_or_none
@@ -71,9 +73,11 @@ class CollectOptions:
             self.max_batches = whole("max_batches", self.max_batches, 1)
         for name in ("to_inputs", "sample_ids"):
             given = getattr(self, name)
-            if given is not None and not callable(given):
+            if given is not None and not _takes(given, 1):
+                is_called = callable(given)
+                kind = f"is a {type(given).__name__}, and not a function"
                 raise CollectError(
-                    f"{name} is a {type(given).__name__}, and not a function: write "
+                    f"{name} {'is called with a batch alone' if is_called else kind}: write "
                     f"{name}=lambda batch: ..."
                 )
         floating_or_none(self.dtype, CollectError)
@@ -120,7 +124,7 @@ class LayerOptions:
         self.transforms: dict[RowIdx, Transform] = {}
         for label, function in self._by_layer(asked.transform, "transform").items():
             self.transforms[label] = partial(aside, function)
-            if not callable(function):
+            if not _takes(function, 2):
                 raise CollectError(
                     f"the transform of layer {self.architecture[label]} is {function!r}: it must "
                     "be callable, transform(activation, batch) -> Tensor [batch, ...]"
@@ -154,9 +158,40 @@ class LayerOptions:
             if label not in self.transforms:
                 raise CollectError(
                     f"the attention of layer {layer} is not one tensor: say what to keep of it, "
-                    f'such as transform={{"{layer.label}": lambda attention, batch: '
+                    f'such as transform={{"{self.selector_for(label)}": lambda attention, batch: '
                     "attention.weights(queries=[-1])}"
                 )
+
+    def selector_for(self, label: RowIdx) -> str:
+        """Return a selector of a recorded layer, and of those at its place in other blocks."""
+        return selector_for(self.architecture, label, self.recording)
+
+    def leaving_out(self, label: RowIdx, labelled: tuple[int, ...] | None) -> str:
+        """Return how to leave out a layer and others that can't be kept; empty without others.
+
+        Parameters
+        ----------
+        label : (int, int)
+            A layer that can't be kept as it is.
+        labelled : tuple of int or None
+            The lengths of the leading dimensions at labelling, if known.
+        """
+        number = len(labelled or ())
+        unfit = [
+            row
+            for row in map(self.architecture.__getitem__, self.recording)
+            if row.label == label
+            or (row.label not in self.transforms and not _fits(row.output_spec, labelled, number))
+        ]
+        covered = select(self.architecture, [self.selector_for(label)])
+        others = [row for row in unfit if row.label not in covered]
+        if not others or len(unfit) == len(self.recording):
+            return ""
+        labels = ", ".join(str(tuple(row.label)) for row in unfit)
+        return (
+            f". {few(others, 4)} can't be kept either: to leave all of these out, write "
+            f"rnet.record(*set(rnet.recording) - {{{labels}}})"
+        )
 
     @property
     def keeps_rows(self) -> bool:
@@ -204,6 +239,23 @@ class LayerOptions:
         if not isinstance(given, Mapping):
             return dict.fromkeys(self.recording, given)
         return by_selector(self.architecture, self.recording, given, what, CollectError)
+
+
+def _fits(spec: Any, labelled: tuple[int, ...] | None, number: int) -> bool:
+    return isinstance(spec, TensorSpec) and spec.shape[:number] == (labelled or ())
+
+
+def _takes(function: Any, number: int) -> bool:
+    """Whether something can be called with this many arguments, as far as it says."""
+    if not callable(function):
+        return False
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    with suppress(TypeError):
+        return bool(signature.bind(*range(number)))
+    return False
 
 
 def _mode_of(net: nn.Module) -> str:

@@ -96,10 +96,10 @@ class BatchRows:
         columns = {name: column[first:stop] for name, column in self.columns.items()}
         return replace(self, index=index, columns=columns)
 
-    def check(
+    def misfit(
         self, layer: Layer, values: Tensor, *, is_transformed: bool, is_known: bool = False
-    ) -> None:
-        """Refuse a layer's values unless their leading dimensions are those of the batch.
+    ) -> str:
+        """Say that leading dimensions of a layer's values are not those of the batch, if so.
 
         Parameters
         ----------
@@ -116,21 +116,34 @@ class BatchRows:
         fits = shape[: len(self.shape)] == self.shape
         doubt = self._doubt(layer, shape, is_known=is_known)
         if fits and (is_transformed or not doubt):
-            return
-        gave = f"layer {layer} gave a tensor of shape {shape}{doubt}"
+            return ""
+        source = "the transform of layer" if is_transformed else "layer"
+        gave = f"{source} {layer} gave a tensor of shape {shape}{doubt}"
         if self.are_samples:
-            raise CollectError(
+            return (
                 f"{gave} for a batch of {counted(self.num_samples, 'sample')}, as its first "
                 "input or sample_ids= says, and dimension 0 must count them, as in "
-                f"{(self.num_samples, *shape[1:])}: rearrange it with transform=, leave the layer "
-                "out, or let sample_ids= give one id for each sample of the batch"
+                f"{(self.num_samples, *shape[1:])}"
             )
         wanted = ", ".join([*map(str, self.shape), "..."])
-        raise CollectError(
-            f"{gave}, but rows= needs [{', '.join(self.dims)}, ...], here ({wanted}): convert it "
-            f'with transform={{"{layer.label}": lambda activation, batch: ...}}, whose result is '
-            "believed, or leave the layer out"
-        )
+        return f"{gave}, but rows= needs [{', '.join(self.dims)}, ...], here ({wanted})"
+
+    def lines_of_each(self, shape: Sequence[int]) -> int:
+        """Return how many lines of each sample a first dimension may hold; 0 if it can't.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            That of a layer's values.
+
+        Examples
+        --------
+        >>> rows = BatchRows.of_samples(4)
+        >>> rows.lines_of_each((28, 3)), rows.lines_of_each((4, 3)), rows.lines_of_each((9, 4))
+        (7, 0, 0)
+        """
+        times, rest = divmod(shape[0] if shape else 0, self.num_samples or 1)
+        return times if times > 1 and not rest else 0
 
     def _doubt(self, layer: Layer, shape: tuple[int, ...], *, is_known: bool) -> str:
         """Return why lengths that fit may fit by chance, as words behind them; empty if they don't.

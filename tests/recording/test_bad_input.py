@@ -280,6 +280,8 @@ def test_dimension_0_counts_samples_by_chance_at_first():
         ({"sample_ids": lambda batch: "ab"}, "sample_ids"),
         ({"sample_ids": [1, 2]}, "sample_ids is a list, and not a function: write sample_ids="),
         ({"to_inputs": "x"}, "to_inputs is a str, and not a function: write to_inputs="),
+        ({"to_inputs": lambda x, y: x}, "to_inputs is called with a batch alone: write to_inputs="),
+        ({"transform": lambda activation: activation}, r"callable, transform\(activation, batch\)"),
         ({"sample_ids": lambda batch: [1]}, r"a batch of 1 sample, .*let sample_ids= give one id"),
         ({"sample_ids": lambda batch: [1.5, 2.5]}, "integers"),
         ({"sample_ids": lambda batch: [1, "a"]}, "integers"),

@@ -128,7 +128,7 @@ def test_what_is_refused() -> None:
         rnet.collect(DATA, reduce=Mean(), store=None, progress=False)
     with pytest.raises(CollectError, match="not one tensor"):
         rnet.collect(DATA, transform={"h.0.attn": of_last}, progress=False)
-    with pytest.raises(CollectError, match="returned a _KernelAttention"):
+    with pytest.raises(CollectError, match=r"returned an Attention: return .*attention\.weights"):
         rnet.collect(DATA, transform=lambda attention, batch: attention, progress=False)
     rnet.record("h.*.attn", inputs=True, attention=True)
     with pytest.raises(CollectError, match="inputs=True can't be collected with attention="):

@@ -1,0 +1,313 @@
+"""What a message says to write is written, and does what was meant."""
+
+from __future__ import annotations
+
+import re
+from collections import UserDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from scio_recorder import Recorder, Recording, Tokens
+from scio_recorder.errors import (
+    CollectError,
+    LabellingError,
+    LayerNotFoundError,
+    MissingInputError,
+    SelectorTypeError,
+    UnsupportedNetError,
+)
+from tests.zoo import Case, transformers
+
+IDS = torch.randint(5, 40, (4, 7), generator=torch.Generator().manual_seed(0))
+
+
+def code_in(error: object, start: str) -> str:
+    """Return the code in a message that begins like this, up to the bracket that closes it."""
+    text = str(error)
+    first = text.index(start)
+    depth = 0
+    for place in range(first, len(text)):
+        depth += (text[place] in "([{") - (text[place] in ")]}")
+        if not depth and text[place] in ")]}":
+            return text[first : place + 1]
+    raise AssertionError(f"no code in {text}")
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 50}
+    net: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
+    return net.eval()
+
+
+def returned(net: nn.Module, *args: Any, **kwargs: Any) -> dict[nn.Module, list[Tensor]]:
+    """Return copies of what calls of the modules of a net return, kept by a global hook."""
+    seen: dict[nn.Module, list[Any]] = {}
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        parts = output.values() if isinstance(output, Mapping) else output
+        first = output if isinstance(output, Tensor) else next(iter(parts))
+        seen.setdefault(module, []).append(first.clone() if isinstance(first, Tensor) else None)
+
+    handle = nn.modules.module.register_module_forward_hook(keep)
+    try:
+        with torch.no_grad():
+            net(*args, **kwargs)
+    finally:
+        handle.remove()
+    return seen
+
+
+def check(recording: Recording, expected: list[dict[Any, list[Tensor]]]) -> None:
+    for label in recording:
+        layer = recording.architecture[label]
+        batches = [seen[layer.module][layer.call] for seen in expected]
+        # Layers that have the tokens of all samples in one dimension are divided.
+        assert torch.equal(recording[label].view_as(torch.cat(batches)), torch.cat(batches)), layer
+
+
+def collected(rnet: Recorder, batches: list[Any]) -> Recording:
+    """Collect what a recorder records, doing what errors say."""
+    transform: dict[str, Any] = {}
+    for _ in range(3):
+        try:
+            return rnet.collect(
+                batches, to_inputs=lambda batch: batch, transform=transform, progress=False
+            )
+        except CollectError as error:
+            if "rnet.record(" in str(error):
+                eval(code_in(error, "rnet.record("), {"rnet": rnet})
+            else:
+                transform |= eval(code_in(error, "{"))
+    raise AssertionError("errors say something else each time")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case.name in ("llama", "t5") else pytest.mark.campaign)
+        for case in transformers.CASES
+    ],
+    ids=repr,
+)
+def test_all_layers_of_a_network_that_can_be_kept_come_to_a_page(
+    case: Case, tmp_path: Path
+) -> None:
+    net = case.fresh().eval()
+    batches = [case.inputs(seed) for seed in (1, 2)]
+    args, kwargs = batches[0]
+    rnet = Recorder(net, input_data=kwargs or args, force_static_flow=case.static_flow)
+    rnet.record("*")
+    recording = collected(rnet, batches)
+    check(recording, [returned(net, *args, **kwargs) for args, kwargs in batches])
+    assert len(list(recording)) > len(rnet.architecture) / 3
+    page = recording.report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all(recording.architecture[label].name in page for label in recording)
+
+
+def test_layers_that_can_not_be_kept_are_left_out_together() -> None:
+    net = gpt2()
+    rnet = Recorder(net, input_data=IDS)
+    rnet.record("*")
+    before = len(rnet.recording)
+    with pytest.raises(CollectError) as caught:
+        rnet.collect([IDS], progress=False)
+    eval(code_in(caught.value, "rnet.record("), {"rnet": rnet})
+    recording = rnet.collect([IDS], progress=False)
+    expected = returned(net, IDS)
+    assert 20 < len(list(recording)) < before
+    check(recording, [expected])
+
+
+def test_a_transform_is_for_all_blocks() -> None:
+    net = gpt2()
+    rnet = Recorder(net, input_data=IDS)
+    rnet.record("*.attn", "*.mlp")
+    with pytest.raises(CollectError) as caught:
+        rnet.collect([IDS], progress=False)
+    transform = eval(code_in(caught.value, "{"))
+    assert list(transform) == ["transformer.h.*.attn"]
+    recording = rnet.collect([IDS], transform=transform, progress=False)
+    expected = returned(net, IDS)
+    check(recording, [expected])
+    # The same function for all layers takes a sample instead, and the message tells them apart.
+    with pytest.raises(CollectError, match=r"the transform of layer .*mlp.* only some layers"):
+        rnet.collect([IDS], transform=lambda activation, batch: activation[0], progress=False)
+
+
+@pytest.mark.parametrize("rows", [None, Tokens()])
+def test_lines_of_several_samples_are_divided(rows: Tokens | None) -> None:
+    class Flattening(nn.Module):
+        """Gives its layers tokens of all samples in one dimension, as mixtures of experts do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, 8)
+            self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x: Tensor = self.table(input_ids)
+            for expert in self.experts:
+                x = expert(x.flatten(0, 1)).view_as(x)
+            return x
+
+    net = Flattening()
+    rnet = Recorder(net, input_data=IDS[:3, :5])
+    rnet.record("experts.*")
+    with pytest.raises(CollectError) as caught:
+        rnet.collect([{"input_ids": IDS}], rows=rows, progress=False)
+    transform = eval(code_in(caught.value, "{"))
+    recording = rnet.collect([{"input_ids": IDS}], rows=rows, transform=transform, progress=False)
+    first = net.experts[0](net.table(IDS))
+    kept = recording["experts.0"].view_as(first)
+    torch.testing.assert_close(kept, first.detach(), rtol=0, atol=1e-6)
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])])
+        self.up = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Any = self.down[1]
+        out: Tensor = self.up["b"](self.up["a"](inner[0](self.down[0](x))))
+        return out
+
+
+@pytest.mark.parametrize(("name", "names"), [("up", ["up.a", "up.b"]), ("down.1", ["down.1.0"])])
+def test_containers_are_unpacked(name: str, names: list[str]) -> None:
+    rnet = Recorder(Holding(), input_size=(1, 4))
+    for selector in (name, rnet.net.get_submodule(name)):
+        with pytest.raises(LayerNotFoundError) as caught:
+            rnet.record(selector)
+        eval(code_in(caught.value, "record("), {"rnet": rnet, "record": rnet.record})
+        assert [rnet.architecture[label].name for label in rnet.recording] == names
+    # One of its modules is a container that never runs itself.
+    with pytest.raises(LayerNotFoundError, match="select layers inside or around them"):
+        rnet.record("down")
+
+
+def test_attention_is_recorded_where_it_is() -> None:
+    rnet = Recorder(gpt2(), input_data=IDS)
+    with pytest.raises(LayerNotFoundError) as caught:
+        rnet.record("*.mlp", attention=True)
+    eval(code_in(caught.value, "record("), {"record": rnet.record})
+    rnet(IDS)
+    assert len(rnet.attention) == 2
+    with pytest.raises(CollectError) as refused:
+        rnet.collect([IDS], progress=False)
+    transform = eval(code_in(refused.value, "{"))
+    recording = rnet.collect([IDS], transform=transform, progress=False)
+    assert [tuple(recording[label].shape) for label in recording] == [(4, 4, 1, 7)] * 2
+
+
+def test_keywords_that_are_inputs() -> None:
+    net, mask = gpt2(), torch.ones_like(IDS)
+    given: dict[str, Any] = {"input_ids": IDS, "attention_mask": mask}
+    with pytest.raises(MissingInputError) as caught:
+        Recorder(net, **given)
+    data = eval(code_in(caught.value, "{"), given)
+    assert Recorder(net, input_data=data).architecture[0, 1].executed
+    with pytest.raises(MissingInputError, match="write input_data= in place of example="):
+        Recorder(net, example=IDS)
+
+
+def test_a_decoder_needs_an_input() -> None:
+    sizes = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 1, "num_heads": 4}
+    config = AutoConfig.for_model("t5", **sizes, vocab_size=50)
+    net = AutoModelForSeq2SeqLM.from_config(config).eval()
+    with pytest.raises(LabellingError) as caught:
+        Recorder(net, input_data=IDS)
+    data = eval(code_in(caught.value, "{"), {"x": IDS, "ids": IDS[:, :1]})
+    assert Recorder(net, input_data=data).architecture["decoder"].executed
+
+
+def test_what_a_network_takes_is_named() -> None:
+    with pytest.raises(LabellingError, match=r"its forward takes input1, input2$"):
+        Recorder(nn.Bilinear(2, 2, 3), input_size=(1, 2))
+    loader = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(LabellingError) as caught:
+        Recorder(nn.Linear(2, 3), input_data=loader)
+    data = eval(code_in(caught.value, "next("), {"loader": loader})
+    assert Recorder(nn.Linear(2, 3), input_data=data).architecture[0, 1].output_shape == (2, 3)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_batch_of_keywords_is_unpacked(kind: Any) -> None:
+    rnet = Recorder(gpt2(), input_data=IDS)
+    batch = kind({"input_ids": IDS})
+    with pytest.raises(AttributeError) as caught:
+        rnet(batch)
+    assert caught.value.__notes__[-1].endswith("write rnet(**batch).")
+    rnet(**batch)
+
+
+def test_a_post_processor_by_position() -> None:
+    rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 2))
+    with pytest.raises(TypeError) as caught:
+        rnet(torch.ones(1, 2), torch.relu)
+    assert "write activation_postproc=" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("batch", ["a text", ["two", "texts"], (["two", "texts"], [0, 1])])
+def test_texts_are_tokenized(batch: Any) -> None:
+    rnet = Recorder(gpt2(), input_data=IDS)
+    rnet.record("transformer.h.?")
+    with pytest.raises(CollectError) as caught:
+        rnet.collect([batch], progress=False)
+
+    def tokenizer(texts: Any, padding: bool, return_tensors: str) -> dict[str, Tensor]:
+        return {"input_ids": IDS[: 1 if isinstance(texts, str) else len(texts)]}
+
+    written = str(caught.value).partition("to_inputs=")[2]
+    to_inputs = eval(written, {"tokenizer": tokenizer})
+    recording = rnet.collect([batch], to_inputs=to_inputs, progress=False)
+    assert recording.num_samples == (1 if isinstance(batch, str) else 2)
+
+
+@pytest.mark.parametrize(
+    ("selector", "says"),
+    [
+        (
+            "*.self_attn",
+            "the closest names are 'transformer.h.*.attn.c_attn', 'transformer.h.*.attn'",
+        ),
+        ("*.mlp.gate", "there are 'transformer', 'lm_head', 'transformer.wte'"),
+        ("h.1", "the closest name is 'transformer.h.1'"),
+        ("*.gelu", "the closest name is 'transformer.h.*.mlp.act'"),
+        ("softmax", 'calls of the function are operations: record("*/softmax")'),
+        ("generate", "'generate' is a method of the GPT2LMHeadModel"),
+        ("nn.LayerNorm", 'or lambda layer: layer.type_name == "LayerNorm"'),
+    ],
+)
+def test_names_of_blocks(selector: str, says: str) -> None:
+    rnet = Recorder(gpt2(), input_data=IDS)
+    with pytest.raises(LayerNotFoundError, match=re.escape(says)):
+        rnet.record(selector)
+
+
+def test_methods_and_numbers_are_no_layers() -> None:
+    rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 2))
+    with pytest.raises(SelectorTypeError, match="is a method of a module"):
+        rnet.record(rnet.net.train)
+    with pytest.raises(SelectorTypeError, match='or "0" for the layer of this name'):
+        rnet.record(0)
+
+
+def test_a_module_that_calls_itself_is_left_out_of_operations() -> None:
+    class Recursive(nn.Module):
+        def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+            return self(x, depth - 1).relu() if depth else -x
+
+    rnet = Recorder(nn.Sequential(Recursive(), nn.Tanh()), input_size=(1, 2))
+    with pytest.raises(UnsupportedNetError) as caught:
+        rnet.record("*/*")
+    eval(code_in(caught.value, "record("), {"record": rnet.record})
+    rnet(torch.ones(1, 2))
+    assert rnet.activations["1-1"].tolist() == [[0, 0]]
