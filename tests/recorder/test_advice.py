@@ -20,7 +20,6 @@ from scio_recorder.errors import (
     LayerNotFoundError,
     MissingInputError,
     SelectorTypeError,
-    UnsupportedNetError,
 )
 from tests.zoo import Case, transformers
 
@@ -298,16 +297,3 @@ def test_methods_and_numbers_are_no_layers() -> None:
         rnet.record(rnet.net.train)
     with pytest.raises(SelectorTypeError, match='or "0" for the layer of this name'):
         rnet.record(0)
-
-
-def test_a_module_that_calls_itself_is_left_out_of_operations() -> None:
-    class Recursive(nn.Module):
-        def forward(self, x: Tensor, depth: int = 1) -> Tensor:
-            return self(x, depth - 1).relu() if depth else -x
-
-    rnet = Recorder(nn.Sequential(Recursive(), nn.Tanh()), input_size=(1, 2))
-    with pytest.raises(UnsupportedNetError) as caught:
-        rnet.record("*/*")
-    eval(code_in(caught.value, "record("), {"record": rnet.record})
-    rnet(torch.ones(1, 2))
-    assert rnet.activations["1-1"].tolist() == [[0, 0]]
