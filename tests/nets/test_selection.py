@@ -201,7 +201,7 @@ def test_a_layer_is_no_key() -> None:
         (nn.ReLU(), ["ReLU", "not a module of this net"]),
         (lambda layer: False, ["matches no layer"]),
         (lambda layer: layer.nothing, ["AttributeError", "0-1 (root) (Net)"]),
-        ("blocks", ["'blocks'", "did not run at labelling", "*net.get_submodule('blocks')"]),
+        ("blocks", ["'blocks'", "did not run at labelling", "record(*rnet.net.blocks)"]),
         ("unused", ["'unused'", "did not run at labelling"]),
         (NET.blocks, ["ModuleList", "did not run at labelling"]),
         (nn.ModuleList, ["ModuleList", "only layers that did not run"]),
