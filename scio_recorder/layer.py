@@ -229,13 +229,12 @@ class Layer:
         return f"{self.label} {self.name or '(root)'} ({self.type_name})"
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Operation(Layer):
     """A call of a torch function by the own code of a layer, which returned tensors.
 
     It is a row as a layer is, and stands wherever one does.
 
-    Parameters
+    Attributes
     ----------
     label : OperationIdx
         Its key.
@@ -253,8 +252,8 @@ class Operation(Layer):
         0.
     executed : bool
         Whether it can be recorded. Inside a ``torch.func`` transform it can't.
-    completion : float
-        Its rank between those of the layers that returned before and after.
+    completion : float or None
+        Its rank between those of the layers that returned before and after, if it is known.
     output_spec : Any
         The output's structure with a ``TensorSpec`` for every tensor.
     shard, called_as : None
@@ -281,10 +280,27 @@ class Operation(Layer):
     """
 
     label: OperationIdx  # type: ignore[assignment]  # a key of its own kind
-    layer: Layer = dataclasses.field(kw_only=True)
-    file: str = ""
-    line: int = 0
-    source: str = ""
+    layer: Layer
+    file: str
+    line: int
+    source: str
+
+    def __init__(
+        self,
+        layer: Layer,
+        function: str,
+        index: int,
+        output_spec: Any,
+        line: tuple[str, int, str],
+        completion: float | None = None,
+        executed: bool = True,
+    ) -> None:
+        label: Any = OperationIdx(*layer.label, function, index)
+        name = f"{layer.name}/{function}:{index}"
+        ran = executed, completion, output_spec
+        super().__init__(label, name, layer.module, function, layer.call, None, 0, *ran)
+        # Rows are frozen.
+        vars(self).update(zip(("layer", "file", "line", "source"), (layer, *line), strict=True))
 
     @property
     def depth(self) -> int:

@@ -625,7 +625,8 @@ def _decode_operation(row: Any, around: Mapping[Label, Layer]) -> Operation:
     if type(completion) not in (int, float) or not -1 <= completion <= _LARGEST:
         raise ValueError(f"the number {completion!r} is out of range")
     layer, spec = around[_decode_label((depth, idx))], _decode_tree(row["output_spec"])
-    return operation_row(layer, function, _number(index), completion, spec, *line.values())
+    where: Any = tuple(line.values())
+    return Operation(layer, function, _number(index), spec, where, completion)
 
 
 def _decode_tree(value: Any, depth: int = 0) -> Any:
@@ -658,35 +659,6 @@ def _number(value: Any, least: int = 0) -> int:
     if type(value) is not int or not least <= value <= _LARGEST:
         raise ValueError(f"the number {value!r} is out of range")
     return value
-
-
-def operation_row(
-    layer: Layer,
-    function: str,
-    index: int,
-    completion: float | None,
-    output_spec: Any,
-    file: str,
-    line: int,
-    source: str,
-) -> Operation:
-    """Return the row of an operation in the own code of a layer; its completion may be unknown."""
-    return Operation(
-        label=OperationIdx(*layer.label, function, index),
-        name=f"{layer.name}/{function}:{index}",
-        module=layer.module,
-        type_name=function,
-        call=layer.call,
-        input_shape=None,
-        num_params=0,
-        executed=True,
-        completion=completion,
-        output_spec=output_spec,
-        layer=layer,
-        file=file,
-        line=line,
-        source=source,
-    )
 
 
 # -- messages about a label or a name that no layer has --------------------------------------------

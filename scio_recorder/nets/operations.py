@@ -7,7 +7,7 @@ import linecache
 import os
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,16 +101,10 @@ def is_unset(function: str) -> bool:
     return function.removeprefix("new_").startswith("empty")
 
 
-class Line(NamedTuple):
-    """A line of code."""
+def calling_line() -> tuple[str, int, str]:
+    """Return the line that calls a torch function: its file, its number and the line itself.
 
-    file: str
-    line: int
-    source: str
-
-
-def calling_line() -> Line:
-    """Return the line that calls a torch function, for a mode that takes the call just now.
+    A mode asks while it takes the call.
 
     It is that of the innermost frame outside of torch between the call and the ``forward`` of the
     module; where all is torch's own, of that ``forward``.
@@ -125,7 +119,7 @@ def calling_line() -> Line:
     outside = (one for one in frames if not one.f_code.co_filename.startswith(_TORCH))
     found = next(outside, frames[-1])
     file, line = found.f_code.co_filename, found.f_lineno
-    return Line(file, line, linecache.getline(file, line, found.f_globals).strip())
+    return file, line, linecache.getline(file, line, found.f_globals).strip()
 
 
 class Operations(Listed, LayerMapping[Operation]):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from scio_recorder.capture.own_code import AroundCode, ObservingMode, OwnCodeHook
 from scio_recorder.layer import Layer, Operation, describe
-from scio_recorder.nets.architecture import operation_row
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.operations import calling_line, is_unset
 from scio_recorder.nets.state.untouched import reached
@@ -95,8 +94,7 @@ class _TracingMode(ObservingMode):
                 # Not if it is only a view of a part.
                 if output.untyped_storage().nbytes() == output.nbytes:
                     self._unset.pop(at)
-        spec, line = describe(output), calling_line()
-        row = operation_row(self._layer, function, index, None, spec, *line)
+        row = Operation(self._layer, function, index, describe(output), calling_line())
         self.add(row, function, given, output)
 
     def add(self, row: Operation | None, what: str, given: list[Given], output: Any) -> None:

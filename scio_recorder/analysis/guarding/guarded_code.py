@@ -11,8 +11,7 @@ from torch import nn
 from scio_recorder.analysis.guarding.finite import kinds_made, kinds_of
 from scio_recorder.capture.own_code import ObservingMode
 from scio_recorder.layer import Layer, Operation, describe
-from scio_recorder.nets.architecture import operation_row
-from scio_recorder.nets.operations import Line, calling_line, is_unset
+from scio_recorder.nets.operations import calling_line, is_unset
 
 
 class _Fault(NamedTuple):
@@ -21,7 +20,7 @@ class _Fault(NamedTuple):
     function: str
     index: int  # type: ignore[assignment]  # tuples have a method of this name
     output_spec: Any
-    line: Line
+    line: tuple[str, int, str]
     given: frozenset[str]
     made: frozenset[str]
 
@@ -68,9 +67,7 @@ class GuardedCode(ObservingMode):
             fault = next(one for one in self._faults if one is fault or "inf" in one.made)
         if fault is None:
             return None
-        return operation_row(
-            layer, fault.function, fault.index, None, fault.output_spec, *fault.line
-        )
+        return Operation(layer, fault.function, fault.index, fault.output_spec, fault.line)
 
 
 def _numbers(values: Any) -> Iterator[str]:

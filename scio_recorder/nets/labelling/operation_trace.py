@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from scio_recorder.layer import DepthIdx, Layer, Operation, describe
-from scio_recorder.nets.architecture import operation_row
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.nets.labelling.torchinfo import CallTrace, Row
 from scio_recorder.nets.operations import (
     LibraryMode,
-    Line,
     calling_line,
     function_name,
     returns_tensors,
@@ -23,36 +21,28 @@ from scio_recorder.nets.operations import (
 from scio_recorder.tensors import private
 
 
-class _Made(NamedTuple):
-    """An operation, and what had happened before."""
-
-    row: Row
-    function: str
-    index: int  # type: ignore[assignment]  # tuples have a method of this name
-    output_spec: Any
-    is_transformed: bool
-    line: Line
-    num_completed: int
-
-
-class OperationTrace(CallTrace):
+class OperationTrace(CallTrace, LibraryMode):
     """Makes the rows of one pass, and notes the operations of the own code of each call.
 
     Hooks of others are no own code: between the first and the last hook before a forward, and again
     after it, no call is the current one.
     """
 
+    is_paused = False
+
     def __init__(self, net: nn.Module, twin: nn.Module, batch_dim: int | None = None) -> None:
         super().__init__(net, twin, batch_dim)
         self._current: list[Row | None] = []
-        self._made: list[_Made] = []
-        self._counted: dict[tuple[int, str], int] = {}
+        # Of each operation the call around it, the number of calls that had returned, whether it
+        # can be recorded, and what its row says.
+        self._made: list[tuple[Row, int, bool, tuple[str, int, Any, tuple[str, int, str]]]] = []
+        self._counted: Counter[tuple[int, str]] = Counter()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Take the calls and the operations inside a block."""
         leaving = hooked(self._twin, before=self._begin, after=self._leave, always=True, first=True)
-        with leaving, super().watched(), _Listing(self._note):
+        with leaving, super().watched(), self:
             yield
 
     def _begin(self, *call: Any) -> None:
@@ -71,45 +61,27 @@ class OperationTrace(CallTrace):
         super()._end(module, args, kwargs, output)
         self._current.pop()
 
-    def _note(self, function: Callable[..., Any], output: Any) -> None:
+    def take(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function, and note it if it is an operation."""
+        output = func(*args, **kwargs)
         row = self._current[-1] if self._current else None
-        if row is None or not returns_tensors(output):
-            return
-        if private.is_in_compiled_function():
-            # It runs uncompiled while the network is labelled, and nothing is seen of it later.
-            return
-        name = function_name(function)
-        index = self._counted.get((id(row), name), 0)
-        self._counted[id(row), name] = index + 1
-        is_transformed = private.transform_around() is not None
-        spec, line = describe(output), calling_line()
-        self._made.append(_Made(row, name, index, spec, is_transformed, line, self._completed))
+        # A compiled function runs uncompiled now, and nothing is seen of it later.
+        if row is None or not returns_tensors(output) or private.is_in_compiled_function():
+            return output
+        name = function_name(func)
+        what = name, self._counted[id(row), name], describe(output), calling_line()
+        self._counted[id(row), name] += 1
+        is_seen = private.transform_around() is None
+        self._made.append((row, self._completed, is_seen, what))
+        return output
 
     def operations(self, layers: Mapping[DepthIdx, Layer]) -> list[Operation]:
         """Return the operations of calls that returned, in the order in which they returned."""
-        made = [one for one in self._made if one.row.completion is not None]
+        made = [one for one in self._made if one[0].completion is not None]
         found = []
-        for number, one in enumerate(made):
-            layer = layers[one.row.depth, one.row.depth_index or 0]
+        for number, (row, num_completed, is_seen, what) in enumerate(made):
             # After the layers that had returned, and in order among each other.
-            completion = one.num_completed - 1 + (number + 1) / (len(made) + 1)
-            row = operation_row(
-                layer, one.function, one.index, completion, one.output_spec, *one.line
-            )
-            found.append(dataclasses.replace(row, executed=not one.is_transformed))
+            completion = num_completed - 1 + (number + 1) / (len(made) + 1)
+            layer = layers[row.depth, row.depth_index or 0]
+            found.append(Operation(layer, *what, completion, is_seen))
         return found
-
-
-class _Listing(LibraryMode):
-    """Hands each call of a function, and what it returned, to a function."""
-
-    is_paused = False
-
-    def __init__(self, note: Callable[[Callable[..., Any], Any], None]) -> None:
-        self._note = note
-
-    def take(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function, and note it."""
-        output = func(*args, **kwargs)
-        self._note(func, output)
-        return output
