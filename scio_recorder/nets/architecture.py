@@ -85,26 +85,25 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         names: Mapping[str, Iterable[DepthIdx]],
         operations: Iterable[Operation] = (),
     ) -> None:
-        self._rows: Mapping[DepthIdx, Layer] = MappingProxyType(
-            {layer.label: layer for layer in layers}
-        )
         self._names = MappingProxyType({name: tuple(labels) for name, labels in names.items()})
         self.operations: Mapping[OperationIdx, Operation] = MappingProxyType(
             {operation.label: operation for operation in operations}
         )
+        self._take({layer.label: layer for layer in layers})
         # The number of processes that see the same samples, as far as it is known.
         self.num_sharing = 1
 
+    def _take(self, rows: Mapping[DepthIdx, Layer]) -> None:
+        self._rows: Mapping[DepthIdx, Layer] = MappingProxyType(rows)
+        self._known: dict[Any, Layer] = {**rows, **self.operations}
+
     def __getitem__(self, key: RowIdx | str) -> Layer:
         try:
-            # Most keys are labels, or pairs that equal one.
-            found = self._rows.get(key)  # type: ignore[arg-type]  # others are not found
+            # Most keys are labels, or tuples that equal one.
+            found = self._known.get(key)
         except TypeError:
             found = None
-        return found or self._row(self.resolve(key))
-
-    def _row(self, label: RowIdx) -> Layer:
-        return self.operations[label] if isinstance(label, OperationIdx) else self._rows[label]
+        return found or self._known[self.resolve(key)]
 
     def __iter__(self) -> Iterator[DepthIdx]:
         return iter(self._rows)
@@ -158,11 +157,12 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
             The number of processes that see the same samples.
         """
         self.num_sharing = num_sharing
-        rows = {
-            label: dataclasses.replace(row, shard=shards.get(label, row.shard))
-            for label, row in self._rows.items()
-        }
-        self._rows = MappingProxyType(rows)
+        self._take(
+            {
+                label: dataclasses.replace(row, shard=shards.get(label, row.shard))
+                for label, row in self._rows.items()
+            }
+        )
 
     def with_operations(self, operations: Iterable[Operation]) -> Self:
         """Return the same layers with other operations inside them.
@@ -275,7 +275,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         >>> label_net(nn.Sequential(relu, relu), input_size=(1, 4))[1].labels_of("0")
         ((1, 1), (1, 2))
         """
-        return tuple([label for label in self.rows_of(name) if self._rows[label].executed])
+        rows = self._names.get(name, ())
+        return tuple([label for label in rows if self._rows[label].executed])
 
     def rows_of(self, name: str) -> tuple[DepthIdx, ...]:
         """Return the labels of all rows of a module, including rows that did not run.
@@ -339,7 +340,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         >>> architecture.in_order(architecture)
         [(1, 1), (1, 2), (0, 1)]
         """
-        ranks = [(self._row(label).completion, label) for label in labels]
+        ranks = [(self._known[label].completion, label) for label in labels]
         return [label for _, label in sorted([(-1 if at is None else at, k) for at, k in ranks])]
 
     def enclosing(self, label: RowIdx) -> list[DepthIdx]:
@@ -442,7 +443,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
     @cached_property
     def _calls(self) -> dict[int, tuple[DepthIdx, ...]]:
         calls: dict[int, list[DepthIdx]] = {}
-        for row in map(self._row, self.in_order(self)):
+        for row in map(self._known.__getitem__, self.in_order(self)):
             if row.executed and row.module is not None:
                 calls.setdefault(id(row.module), []).append(row.label)
         return {key: tuple(found) for key, found in calls.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -39,6 +40,8 @@ from scio_recorder.stores.disk_tensor import bytes_of_row
 from scio_recorder.tensors import private
 
 ToInputs = Callable[[Any], Any]
+# Makes the block in which the first network runs.
+_Apart = Callable[[], contextlib.AbstractContextManager[Any]]
 # The bytes of a layer that are read at once from each recording.
 _BLOCK_BYTES = 1 << 26
 
@@ -144,7 +147,8 @@ def compare(
     )
     tolerance = Tolerance(rtol, atol)
     comparison = Comparison(pairs, digested, tolerance)
-    search = _OperationSearch(comparison, one, two, tolerance) if operations else None
+    apart = _apart(one, two)
+    search = _OperationSearch(comparison, one, two, tolerance, apart) if operations else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         _open(stack, one, two, compared, keeps_digests=len(digested) == len(compared))
@@ -152,7 +156,7 @@ def compare(
         advance = stack.enter_context(progress_bar("comparing", total, is_wanted=progress))
         for block in _blocks(one, two, feeds[0], rows):
             with contextlib.nullcontext() if search is None else search.around(block):
-                _load(one, two, block)
+                _load(one, two, block, apart)
                 comparison.add(block, one, two)
             advance(len(block.ids), 0)
     found = (None, None) if search is None else search.found
@@ -231,10 +235,10 @@ def _open(
         side.open(stack, own, options, keeps_digests=keeps_digests)
 
 
-def _load(one: Side, two: Side, block: SampleBlock) -> None:
+def _load(one: Side, two: Side, block: SampleBlock, apart: _Apart) -> None:
     """Let both sides have the values of a block; networks run with the same random numbers."""
     before = random_state()
-    with _apart(one, two):
+    with apart():
         one.load(block)
     restore_random(before)
     two.load(block)
@@ -243,7 +247,14 @@ def _load(one: Side, two: Side, block: SampleBlock) -> None:
 class _OperationSearch:
     """Finds the operations that make the first difference known so far."""
 
-    def __init__(self, comparison: Comparison, one: Side, two: Side, tolerance: Tolerance) -> None:
+    def __init__(
+        self,
+        comparison: Comparison,
+        one: Side,
+        two: Side,
+        tolerance: Tolerance,
+        apart: _Apart,
+    ) -> None:
         boths = [side for side in (one, two) if isinstance(side, NetworkSide)]
         if len(boths) < 2 or any(side.is_compiled for side in boths):
             raise ComparisonError(
@@ -254,6 +265,7 @@ class _OperationSearch:
         self._comparison = comparison
         self._sides = boths
         self._tolerance = tolerance
+        self._apart = apart
 
     @contextlib.contextmanager
     def around(self, block: SampleBlock) -> Iterator[None]:
@@ -272,7 +284,7 @@ class _OperationSearch:
             self.found = pair.reference, pair.partner
             return
         random = random_state()
-        with _apart(one, two):
+        with self._apart():
             own = one.trace(block, pair.reference)
         restore_random(random)
         other = two.trace(block, pair.partner)
@@ -281,11 +293,15 @@ class _OperationSearch:
         )
 
 
-def _apart(*sides: Side) -> contextlib.AbstractContextManager[Any]:
-    """Undo the first network's changes of state, if the second one shares its modules."""
-    own, others = ([*side.net.modules()] if isinstance(side, NetworkSide) else [] for side in sides)
-    is_shared = not set(own).isdisjoint(others)
-    return untouched(own[0]) if is_shared else contextlib.nullcontext()
+def _apart(one: Side, two: Side) -> _Apart:
+    """Return blocks that undo the first network's changes, if the second shares its modules."""
+    if (
+        isinstance(one, NetworkSide)
+        and isinstance(two, NetworkSide)
+        and not set(one.net.modules()).isdisjoint(two.net.modules())
+    ):
+        return partial(untouched, one.net)
+    return contextlib.nullcontext
 
 
 def _blocks(one: Side, two: Side, feed: Feed, rows: Rows | None) -> Iterator[SampleBlock]:

@@ -220,9 +220,12 @@ class Comparison:
             pairs = paired_inputs(mine, theirs, None, None)
         else:
             pairs = paired_inputs(mine, theirs, pair.reference.module, pair.partner.module)
-        if pairs is None or not all(parts.is_of_one_shape for parts in pairs):
+        if pairs is None:
             return False
-        return not any(self._figures(parts).num_different for parts in pairs)
+        for parts in pairs:
+            if not parts.is_of_one_shape or self._figures(parts).num_different:
+                return False
+        return True
 
     def _figures(self, pair: PartPair) -> Figures:
         """Measure two parts, once: one layer's output is often another one's input or output."""

@@ -73,7 +73,7 @@ def match_sides(
     matched |= {pair.partner.name for pair in pairs}
     names = [other[label].name for label in other.in_order(candidate.labels)]
     mine = _distinct(alone + split)
-    theirs = _distinct(name for name in names if name not in matched)
+    theirs = _distinct([name for name in names if name not in matched])
     if split:
         warn(
             f"{_some(split)} can't be compared: this process has only a shard of what they return. "
@@ -108,9 +108,12 @@ def _checked(match: Mapping[str, str] | None) -> dict[str, str]:
 
 def _calls_of_partner(name: str, globs: Mapping[str, str], other: Architecture) -> Sequence[RowIdx]:
     """Return the calls of the first possible partner of a name that ran; a name is its own last."""
-    partners = [_partner(glob, partner, name) for glob, partner in globs.items()]
-    names = [one for one in (*partners, name) if one is not None]
-    return next(filter(None, map(other.labels_of, names)), ())
+    for glob, partner in globs.items():
+        found = _partner(glob, partner, name)
+        calls = () if found is None else other.labels_of(found)
+        if calls:
+            return calls
+    return other.labels_of(name)
 
 
 def _partner(glob: str, other: str, name: str) -> str | None:

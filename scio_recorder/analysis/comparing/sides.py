@@ -115,8 +115,8 @@ class NetworkSide:
         self.knows_inputs = compiled is None
         self.is_compiled = compiled is not None
         # All layers that ran; for a compiled recorder, those that it records.
-        ran = tuple(row.label for row in self.architecture.values() if row.executed)
-        self.labels = ran if compiled is None else self.recorded
+        ran = [row.label for row in self.architecture.values() if row.executed]
+        self.labels = tuple(ran) if compiled is None else self.recorded
         self._capture = capture
         self._compiled = compiled
         self._keeps_digests = False

@@ -248,7 +248,7 @@ class LiveMoment(Moment):
             is_copied = moment.buffers[at] is not None
             moment.buffers[at] = buffer.detach().clone() if is_copied else buffer
         moment.referenced = [(name, one, version_of(one)) for name, one in named]
-        moment.samples = joined(sampled([one for _, one in named]))
+        moment.samples = joined(sampled([one for _, one in named if is_plain(one)]))
         return moment
 
     def explain_change(self, module: nn.Module) -> str | None:
@@ -263,16 +263,19 @@ class LiveMoment(Moment):
                 what = "weights have changed" if is_weight else "a large buffer has changed"
                 return f"{what} since that pass: {name}"
         # Writes through `.data` and by fused optimisers are not counted.
-        samples = joined(sampled([one for _, one, _ in self.referenced]))
+        samples = joined(sampled([one for _, one, _ in self.referenced if is_plain(one)]))
         is_same = same_samples(samples, self.samples)
         return None if is_same else "weights have changed since that pass, or large buffers"
 
 
 def sampled(given: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
-    """Return a view of some values of each tensor, by device and dtype."""
+    """Return a view of some values of each plain tensor, by device and dtype, if it has no gaps."""
     parts: dict[Any, list[Tensor]] = {}
     for tensor in given:
-        if is_plain(tensor) and _is_gapless(tensor) and tensor.numel():
+        is_gapless = tensor.is_contiguous() or (
+            tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        )
+        if is_gapless and tensor.numel():
             step = -(-tensor.numel() // _SAMPLED)
             count = -(-tensor.numel() // step)
             kind = tensor.device, tensor.dtype
@@ -289,12 +292,6 @@ def joined(views: dict[Any, list[Tensor]]) -> dict[Any, Tensor]:
 def same_samples(one: dict[Any, Tensor], other: dict[Any, Tensor]) -> bool:
     """Whether the same values were found."""
     return one.keys() == other.keys() and all(map(same_bits, one.values(), other.values()))
-
-
-def _is_gapless(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or (
-        tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    )
 
 
 def _autocast_state() -> list[Any]:
