@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import platform
 import sys
 import weakref
@@ -199,16 +200,12 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-@needs("torch.autograd._get_sequence_nr", "gradients")
-def num_operations() -> int:
-    """Return the number of operations that autograd has noted on this thread."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # not in its stubs
-
-
-@needs("torch._C._FunctionBase._sequence_nr", "gradients")
-def place_of(node: Any) -> int:
-    """Return the number of operations noted before a node; for a leaf, more than there ever are."""
-    return int(node._sequence_nr())
+# Returns the number of operations that autograd has noted on this thread.
+num_operations: Callable[[], int] = found("torch.autograd._get_sequence_nr", "gradients")
+# Returns the number of operations noted before a node; for a leaf, more than there ever are.
+place_of: Callable[[Any], int] = needs("torch._C._FunctionBase._sequence_nr", "gradients")(
+    operator.methodcaller("_sequence_nr")
+)
 
 
 # -- tensors that autograd keeps -------------------------------------------------------------------

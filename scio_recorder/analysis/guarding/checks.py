@@ -76,6 +76,14 @@ class GuardedCall:
         numbers than `start`.
     """
 
+    received: Sequence[NonFinite] = ()
+    kept: KeptInputs | None = None
+    code: GuardedCode | None = None
+    number: int | None = None
+    # The last backward pass that entered the call, and its findings about what entered.
+    _task = -1
+    _entered: Sequence[NonFinite] = ()
+
     def __init__(
         self, name: str, pass_number: int, around: GuardedCall | None, frame: FrameType | None
     ) -> None:
@@ -83,16 +91,9 @@ class GuardedCall:
         self.pass_number = pass_number
         self.around = around
         self.frame = frame
-        self.received: Sequence[NonFinite] = ()
-        self.kept: KeptInputs | None = None
-        self.code: GuardedCode | None = None
-        self.number: int | None = None
         self.start = private.num_operations()
         self.nodes: list[Any] = []
         self.nodes_of_inputs: Collection[Any] = () if around is None else around.nodes_of_inputs
-        # The last backward pass that entered the call, and its findings about what entered.
-        self._task = -1
-        self._entered: list[NonFinite] = []
 
     def release(self) -> None:
         """Let go of what the graph must not hold."""
@@ -101,11 +102,11 @@ class GuardedCall:
     def enter(self, task: int, found: NonFinite | None) -> None:
         """Note what was found about a gradient that a backward pass brings."""
         if task != self._task:
-            self._task, self._entered = task, []
+            self._task, self._entered = task, ()
         if found is not None:
             self._entered = [*self._entered, found]
 
-    def entered(self, task: int) -> list[NonFinite] | None:
+    def entered(self, task: int) -> Sequence[NonFinite] | None:
         """Return findings about the gradients that a backward pass has brought; None if none."""
         return self._entered if task == self._task else None
 

@@ -142,8 +142,14 @@ class Known:
         found = []
         for value in values:
             if isinstance(value, Tensor):
-                found.append(self.examine(value))
-            # Taking a structure apart takes longer than examining most tensors.
-            elif not (value is None or isinstance(value, _WITHOUT_TENSORS)):
-                found += map(self.examine, tensors(value))
-        return [one for one in found if one is not None]
+                parts = [value]
+            elif value is None or isinstance(value, _WITHOUT_TENSORS):
+                # Taking a structure apart takes longer than examining most tensors.
+                continue
+            else:
+                parts = tensors(value)
+            for tensor in parts:
+                one = self.examine(tensor)
+                if one is not None:
+                    found.append(one)
+        return found

@@ -76,7 +76,7 @@ def guarded(
         # A method would be held weakly, and looked up at each call.
         ends = partial(calls.begin), partial(calls.end)
         items = calls.modules.items()
-        hooks.add(*(CallHook(module, name, *ends, always=True) for module, name in items))
+        hooks.add(*[CallHook(module, name, *ends, always=True) for module, name in items])
         yield Guard(checks)
     except BaseException:
         checks.is_over = True
