@@ -149,12 +149,14 @@ def _pages_below(app: Sphinx, page: str) -> list[str]:
 
 
 def _first_words(app: Sphinx, page: str) -> str:
-    """Return the first paragraph of a page, without what follows its first sentence."""
+    """Return the first sentence of a page's text, or several if it is short."""
     found = list(app.env.get_doctree(page).findall(nodes.paragraph))
-    # Captions and cells of tables are paragraphs too.
-    plain = [one for one in found if isinstance(one.parent, nodes.section)]
-    text = " ".join((plain or found)[0].astext().split())
-    return re.split(r"(?<=[.?!]) (?=[A-Z])", text)[0]
+    # Captions, cells of tables and pictures are paragraphs too.
+    text = [one for one in found if isinstance(one.parent, nodes.section)]
+    text = [one for one in text if not isinstance(one[0], nodes.image)]
+    words = (" ".join(one.astext().split()) for one in text)
+    sentences = (re.match(r".{40,}?[.?!](?= [A-Z]|$)|.*", one) for one in words)
+    return next(one[0] for one in sentences if one and not one[0].endswith(":"))
 
 
 def setup(app: Sphinx) -> None:

@@ -21,6 +21,8 @@ from scio_recorder import Recorder, compare, similarity
 from scio_recorder.command_line.demo import KNOWN, digit_net, load_digits, train
 
 HERE = Path(__file__).parent
+# Little more than that of the column of the site, so that letters stay readable.
+WIDTH = 800
 
 
 def main() -> None:
@@ -40,7 +42,7 @@ def main() -> None:
         page = recording.report(
             f"{folder}/page.html", title="Digits: what the test images do"
         )
-        photograph(page, HERE / "report.png", width=1320, height=1212)
+        photograph(page, HERE / "report.png", width=WIDTH, height=1338)
         other = copy.deepcopy(net)
         other.body[0].weight.data[3, 1] *= 1.001
         recorders = [Recorder(one, input_size=(1, 1, 8, 8)) for one in (net, other)]
@@ -49,7 +51,7 @@ def main() -> None:
         page = difference.report(
             f"{folder}/difference.html", title="Digits: a weight was changed"
         )
-        photograph(page, HERE / "difference-page.png", width=1120, height=1010)
+        photograph(page, HERE / "difference-page.png", width=WIDTH, height=1150)
     again = digit_net(KNOWN)
     train(again, digits.train, epochs=5)
     recordings = []

@@ -374,7 +374,7 @@ def _line(axis: Axes, height: float, name: str) -> None:
     """Draw a line for values off the scale."""
     axis.axhline(height, color="0.6", linewidth=0.8, linestyle="--")
     across = axis.get_yaxis_transform()
-    axis.text(1.0, height, name, fontsize=7, ha="right", va="bottom", transform=across)
+    axis.text(0.99, height, name, fontsize=7, ha="right", va="bottom", transform=across)
 
 
 def draw_effects(
