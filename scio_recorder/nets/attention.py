@@ -102,6 +102,16 @@ class Attention(ABC):
         shapes = [f"{name} {[*one.shape]}" for name, one in parts.items() if one is not None]
         return f"Attention({', '.join(shapes)} of {dtype_name(self.value.dtype)})"
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"an Attention has no attribute {name!r}: its weights() are a tensor [batch, "
+                "heads, queries, keys]",
+                name=name,
+                obj=self,
+            )
+
     def weights(self, heads: Index = None, queries: Index = None) -> Tensor:
         """Return weights of attention, computed for some heads and queries.
 

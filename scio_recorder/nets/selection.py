@@ -537,9 +537,11 @@ def _no_such_module(architecture: Architecture, name: str) -> str:
         )
     if callable(getattr(rows[0].module, name, None)):
         return f"{name!r} is a method of the {rows[0].type_name}, and only modules are layers"
-    hint = ""
-    if callable(getattr(torch, name, getattr(functional, name, None))):
-        hint = f'; calls of the function are operations: record("*/{name}")'
+    hint, function = "", re.split(r"[.:]\d*", name.partition(":")[0])[-1]
+    if callable(getattr(torch, function, getattr(functional, function, None))):
+        hint = f'; calls of the function are operations: record("*/{function}")'
+    elif "\\" in name:
+        hint = "; a pattern is given compiled, as re.compile(...)"
     types = {row.name: row.type_name for row in rows}
     near = offer(name, architecture.names, types)
     return f"no module has the qualified name {name!r}; {near}{hint}"
@@ -569,7 +571,8 @@ def _holds(predicate: Callable[[Layer], Any], layer: Layer) -> bool:
     except Exception as error:
         raise LayerNotFoundError(
             f"the predicate {_shown(predicate)} failed for layer {layer} with "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}. It is given a Layer, as in lambda layer: "
+            'layer.name.endswith("mlp")'
         ) from error
     # NumPy's booleans are not instances of bool.
     if type(answer).__name__ not in ("bool", "bool_"):

@@ -282,8 +282,8 @@ class Assigned:
         """Name in notes what post-processors had changed before the network failed."""
         for where, change in self._changes.items():
             error.add_note(
-                f"The post-processor {where} had changed {change}: return a tensor of the same "
-                "shape and dtype if the network can't go on with another one."
+                f"The post-processor {where} had changed {change}, if the network can't go on with "
+                "another one."
             )
 
     def _apply(self, function: Postprocessor, output: Any, layer: Layer) -> Any:
@@ -305,11 +305,13 @@ class Assigned:
         if result is None:
             result = output
         expected = Tensor if isinstance(output, Tensor) else type(output)
+        named = getattr(function, "__name__", repr(function))
+        first = ", such as (changed, *output[1:])" * (expected is tuple)
         if not isinstance(result, expected):
             raise PostprocessorError(
                 f"the post-processor of layer {layer} returned a {type(result).__name__} where the "
-                f"layer returns a {type(output).__name__}: return a {expected.__name__}, or None "
-                "to leave the output unchanged"
+                f"layer returns a {type(output).__name__}: return a {expected.__name__}{first}, or "
+                "None to leave the output unchanged"
             )
         after = _kinds(result)
         for (old, dtype), (new, other) in zip(before, after, strict=False):
@@ -319,9 +321,14 @@ class Assigned:
                     f"returns {old}: it may change any dimension but the first, the batch's"
                 )
             if (old, dtype) != (new, other):
-                name = getattr(function, "__name__", repr(function))
                 change = f"the shape {old} to {new}" if old != new else f"{dtype} to {other}"
-                self._changes[f"{name} of layer {layer}"] = change
+                self._changes[f"{named} of layer {layer}"] = (
+                    f"{change}: return a tensor of the same shape and dtype"
+                )
+        if first and len(result) != len(output):
+            self._changes[f"{named} of layer {layer}"] = (
+                f"a tuple of {len(output)} to one of {len(result)}: return a tuple like it{first}"
+            )
         return result
 
 

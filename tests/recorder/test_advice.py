@@ -19,6 +19,7 @@ from scio_recorder.errors import (
     LabellingError,
     LayerNotFoundError,
     MissingInputError,
+    PostprocessorError,
     SelectorTypeError,
 )
 from tests.zoo import Case, transformers
@@ -297,3 +298,49 @@ def test_methods_and_numbers_are_no_layers() -> None:
         rnet.record(rnet.net.train)
     with pytest.raises(SelectorTypeError, match='or "0" for the layer of this name'):
         rnet.record(0)
+
+
+def test_a_part_of_a_tuple_is_changed() -> None:
+    rnet = Recorder(gpt2(), input_data=IDS)
+    rnet.record("*.attn")
+    with pytest.raises(ValueError, match="too many values") as caught:
+        rnet(IDS, activation_postproc=lambda output: output * 2)
+    assert "a tuple of 2 to one of 4: return a tuple like it" in caught.value.__notes__[-1]
+    with pytest.raises(PostprocessorError) as refused:
+        rnet(IDS, activation_postproc=lambda output: output[0] * 2)
+    for error in (caught.value.__notes__[-1], refused.value):
+        code = code_in(error, "(changed, ")
+
+        def double(output: Any, code: str = code) -> Any:
+            return eval(code, {"changed": output[0] * 2, "output": output})
+
+        out = rnet(IDS, activation_postproc=double).logits
+        with torch.no_grad():
+            for block in rnet.net.transformer.h:
+                block.attn.c_proj.weight *= 2
+                block.attn.c_proj.bias *= 2
+            torch.testing.assert_close(out, rnet.net(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("selector", "says"),
+    [
+        (lambda layer: "mlp" in layer, "as in lambda layer: layer.name.endswith"),
+        ("h.1.add", 'calls of the function are operations: record("*/add")'),
+        ("add:0", 'calls of the function are operations: record("*/add")'),
+        (r"h\.\d+\.mlp", "a pattern is given compiled, as re.compile(...)"),
+    ],
+)
+def test_selectors_of_other_kinds(selector: Any, says: str) -> None:
+    rnet = Recorder(gpt2(), input_data=IDS)
+    with pytest.raises(LayerNotFoundError, match=re.escape(says)):
+        rnet.record(selector)
+
+
+def test_attention_is_no_tensor() -> None:
+    rnet = Recorder(gpt2(), input_data=IDS)
+    rnet.record("*.attn", attention=True)
+    rnet(IDS)
+    attention: Any = rnet.attention["transformer.h.0.attn"]
+    with pytest.raises(AttributeError, match=r"no attribute 'shape': its weights\(\)"):
+        _ = attention.shape

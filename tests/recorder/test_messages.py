@@ -91,6 +91,8 @@ def test_a_batch_in_place_of_its_inputs(rnet: Recorder, batch: Any) -> None:
         (lambda rnet, made: rnet.report, "a recording has: write rnet.collect(batches).report"),
         (lambda rnet, made: rnet.colect, "the closest names are 'collect'"),
         (lambda rnet, made: rnet.conv1, "write rnet.net.conv1"),
+        (lambda rnet, made: rnet.run_with_cache, ": write rnet.record(...), then rnet(x), and"),
+        (lambda rnet, made: made._reprot, "_reprot"),
         (lambda rnet, made: rnet.wxyz, "'Recorder' object has no attribute 'wxyz'"),
     ],
 )

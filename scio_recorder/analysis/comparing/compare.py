@@ -197,7 +197,7 @@ def _side(given: Any, what: str, feed: Feed) -> Side:
         return NetworkSide(recorder.capture, given if is_compiled else None, feed)
     hint = "give a Recorder or a Recording"
     if isinstance(given, nn.Module):
-        hint = f"write Recorder(net, input_size=...) around a network for the {what}"
+        hint = f"write Recorder(net, input_data=x) around a network for the {what}"
     elif isinstance(given, str) or hasattr(given, "__fspath__"):
         hint = f"write scio_recorder.open_recording({str(given)!r})"
     raise ComparisonError(f"the {what} is a {type(given).__name__}: {hint}")

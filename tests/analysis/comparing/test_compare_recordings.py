@@ -259,7 +259,7 @@ def test_bad_arguments() -> None:
     refused("no batches", one=net, two=net)
     refused("no batches", one=recording, two=net)
     refused("is empty", one=net, two=net, given=[])
-    refused("candidate", "Recorder(net, input_size=...)", one=net, two=net.net, given=[])
+    refused("candidate", "Recorder(net, input_data=x)", one=net, two=net.net, given=[])
     refused("reference", "open_recording('run')", one="run", two=net, given=[])
     refused("candidate", "NoneType", "Recorder or a Recording", one=net, two=None, given=[])
     refused("two of them", one=net, two=net, given=[DATA], to_inputs=[len])
