@@ -128,8 +128,11 @@ class LayerIntake:
             tensor = "such as attention.weights(queries=[-1])" if is_attention else "[batch, ...]"
             return f"the transform of layer {self.layer} returned {kind}: return a tensor {tensor}"
         selector = self.options.selector_for(self.layer.label)
+        found = f"returned a {type(activation).__name__}, not a tensor"
+        if not self.options.counts_calls:
+            found = 'has a tuple of what its calls returned, since calls="any"'
         return (
-            f"layer {self.layer} returned a {type(activation).__name__}, not a tensor: choose one "
+            f"layer {self.layer} {found}: choose one "
             f'with transform, such as transform={{"{selector}": lambda activation, batch: '
             f"activation{_first_of(activation)}}}"
             f"{self.options.leaving_out(self.layer.label, self.current.rows.labelled)}"

@@ -109,9 +109,9 @@ class LayerOptions:
     def __init__(self, capture: Capture, asked: CollectOptions) -> None:
         program = capture.program
         self.architecture, self.recording = program.architecture, program.recording
-        self.with_inputs = program.options.inputs
+        self.with_inputs, self.counts_calls = program.options.inputs, program.counts_calls
         self.asked = asked
-        self._check(counts_calls=program.counts_calls)
+        self._check()
         given = asked.activation_postproc
         # Post-processors by layer.
         self.posts = None if given is None else assign(program.architecture, program.order, given)
@@ -134,10 +134,10 @@ class LayerOptions:
         self._check_attention()
         self.stored = tuple(label for label in self.recording if label not in self.reductions)
 
-    def _check(self, *, counts_calls: bool) -> None:
+    def _check(self) -> None:
         if not self.recording:
             raise CollectError("nothing is selected: choose layers with record(...) first")
-        if self.with_inputs and not counts_calls:
+        if self.with_inputs and not self.counts_calls:
             raise CollectError('inputs=True can\'t be collected with calls="any": leave out one')
         if self.with_inputs and self.asked.rows is not None:
             raise CollectError(
