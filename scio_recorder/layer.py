@@ -439,6 +439,11 @@ def label_of(key: object) -> Label | None:
         return None
 
 
+def plain_label(label: RowIdx) -> RowIdx:
+    """Return the label of a layer as a bare tuple: dynamo can't follow the hash of a subclass."""
+    return label if isinstance(label, OperationIdx) else (int(label[0]), int(label[1]))
+
+
 def is_operation_key(key: object) -> bool:
     """Whether a key may be that of an operation, if no layer has it.
 

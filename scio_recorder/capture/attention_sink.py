@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from scio_recorder.layer import DepthIdx, Layer, RowIdx
+from scio_recorder.layer import DepthIdx, Layer, Operation, RowIdx
 from scio_recorder.nets.attention_calls import AttentionCalls
 from scio_recorder.nets.records import Inputs
 
@@ -33,10 +33,10 @@ class AttentionSink:
         self.receivers: dict[RowIdx, Callable[[Any], None]] = {**sink.receivers}
         for layer, calls in attention.items():
             self.receivers[layer] = _ignore
-            # Without a reference to this object, which may hold an attention.
-            for row, receive in ((calls.first, _keep_softmax), (calls.last, _hand_on)):
-                given = self._received, calls, sink.receivers
-                self.receivers[row.label] = partial(receive, *given)
+            for row in calls:
+                # Without a reference to this object, which may hold an attention.
+                given = row, calls, self._received, sink.receivers
+                self.receivers[row.label] = partial(_receive, *given)
 
     def keep_inputs(self, row: Layer, inputs: Inputs) -> Inputs:
         """Return what an operation is about to receive."""
@@ -47,23 +47,21 @@ class AttentionSink:
         self._received["inputs"] = kept
 
 
-_Receivers: TypeAlias = Mapping[RowIdx, Callable[[Any], None]]
-
-
-def _keep_softmax(
-    received: dict[str, Any], calls: AttentionCalls, receivers: _Receivers, output: Any
+def _receive(
+    row: Operation,
+    calls: AttentionCalls,
+    received: dict[str, Any],
+    receivers: Mapping[RowIdx, Callable[[Any], None]],
+    output: Any,
 ) -> None:
-    received["softmax"] = output
-    receivers.get(calls.first.label, _ignore)(output)
-
-
-def _hand_on(
-    received: dict[str, Any], calls: AttentionCalls, receivers: _Receivers, output: Any
-) -> None:
-    attention = calls.attention(received.get("softmax"), received["inputs"], output)
-    received.clear()
-    receivers[calls.last.layer.label](attention)
-    receivers.get(calls.last.label, _ignore)(output)
+    """Take what an operation has returned, and hand on the attention if it is the last."""
+    if row is calls.last:
+        attention = calls.attention(received.get("softmax"), received["inputs"], output)
+        received.clear()
+        receivers[row.layer.label](attention)
+    else:
+        received["softmax"] = output
+    receivers.get(row.label, _ignore)(output)
 
 
 def _ignore(output: Any) -> None:

@@ -326,23 +326,12 @@ class Capture:
         while len(self._known) >= _MAX_SETTINGS:
             self._known.pop(next(iter(self._known)), None)
         self._known[key] = setting
-        if not self._has_warned:
-            self._has_warned = warn_of_other_kernels(
-                [*fusable(self.architecture), *self._fused_attention()],
-                self.program.modules,
-                "recorded",
-            )
+        own_code = [own.module for own in self.program.functions]
+        for modules, in_mode in ((self.program.modules, False), (own_code, True)):
+            if not self._has_warned:
+                layers = fusable(self.architecture, of_functions=in_mode)
+                self._has_warned = warn_of_other_kernels(layers, modules, "recorded")
         return setting
-
-    def _fused_attention(self) -> list[Layer]:
-        """Return the layers that torch runs by another kernel if a function mode is around them."""
-        own_code = {id(own.module) for own in self.program.functions}
-        rows = self.architecture.values()
-        return [
-            row
-            for row in rows
-            if isinstance(row.module, nn.MultiheadAttention) and id(row.module) in own_code
-        ]
 
     def _warn_of_detached(self, compiled: CompiledPass) -> None:
         if compiled.is_on_graph and not self._has_warned_of_detached:

@@ -12,7 +12,16 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import nn
 
 from scio_recorder.errors import LayerNotFoundError
-from scio_recorder.layer import DepthIdx, Layer, Operation, OperationIdx, RowIdx, few, text_of
+from scio_recorder.layer import (
+    DepthIdx,
+    Layer,
+    Operation,
+    OperationIdx,
+    RowIdx,
+    few,
+    plain_label,
+    text_of,
+)
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention_calls import find_attention
 from scio_recorder.nets.hookable import takes_hooks
@@ -130,33 +139,27 @@ class Program:
             found.append(OwnCode(module, calls))
         return found
 
-    def _expected(self, operations: Sequence[Operation]) -> list[tuple[float, int, Any]]:
+    def _expected(self, operations: Sequence[Operation]) -> list[tuple[int, Layer]]:
         """Return the calls with their entries, in the order in which they returned."""
-        rows = (
-            (self.architecture[label], index)
+        calls: list[tuple[int, Layer]] = [
+            (index, self.architecture[label])
             for index, module in enumerate(self.modules)
             for label in self._calls(module)
-        )
-        # Bare tuples: dynamo can't follow the hash of a subclass.
-        calls: list[tuple[float, int, Any]] = [
-            (row.completion or 0, index, (row.depth, row.index)) for row, index in rows
         ]
         entries = {id(own.module): own.calls for own in self.functions}
         for row in operations:
             own = entries[id(row.module)][row.call if self.counts_calls else 0]
-            calls.append((row.completion or 0, own[row.function], row.label))
-        return sorted(calls)
+            calls.append((own[row.function], row))
+        return sorted(calls, key=lambda call: call[1].completion or 0)
 
-    def _tabulate(self, calls: Sequence[tuple[float, int, RowIdx]]) -> None:
+    def _tabulate(self, calls: Sequence[tuple[int, Layer]]) -> None:
         """Note what a pass must show, given the calls with their entries in order."""
         architecture, chosen = self.architecture, {*self.recording, *self.hidden}
-        # By index: of a module, or of a function in the own code of one.
-        self.expected: list[int] = [module for _, module, _ in calls]
-        self.labels: list[RowIdx | None] = [
-            label if label in chosen else None for _, _, label in calls
-        ]
+        self.expected = [entry for entry, _ in calls]
+        labels = (plain_label(row.label) for _, row in calls)
+        self.labels: list[RowIdx | None] = [at if at in chosen else None for at in labels]
         # The name by which a module with several names was called, None for other modules.
-        names = [architecture[label].called_as for _, _, label in calls]
+        names = [row.called_as for _, row in calls]
         self.callers = names if self.counts_calls else [None] * len(names)
         self.positions: list[list[int]] = [[] for _ in self.never_fast]
         for position, module in enumerate(self.expected):
@@ -269,15 +272,9 @@ class Program:
         does not take where one is.
         """
         owners = {id(own.module) for own in self.functions}
-        rows = self.architecture.values() if owners else ()
-        encoders = {id(row.module): row.module for row in rows}.values()
-        return [
-            one
-            for one in encoders
-            if isinstance(one, nn.TransformerEncoder)
-            and id(one) not in owners
-            and not owners.isdisjoint(map(id, one.modules()))
-        ]
+        modules = (row.module for row in self.architecture.values() if id(row.module) not in owners)
+        encoders = {id(one): one for one in modules if isinstance(one, nn.TransformerEncoder)}
+        return [one for one in encoders.values() if owners & {*map(id, one.modules())}]
 
     @cached_property
     def called(self) -> list[nn.Module]:

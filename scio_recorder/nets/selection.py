@@ -26,6 +26,7 @@ from scio_recorder.layer import (
     is_operation_key,
     label_of,
     not_its_label,
+    plain_label,
     text_of,
 )
 from scio_recorder.nets.architecture import (
@@ -79,11 +80,7 @@ def select(architecture: Architecture, selectors: Sequence[object]) -> tuple[Row
     chosen: set[RowIdx] = set()
     for selector in selectors:
         chosen.update(_matches(architecture, selector))
-    return tuple(sorted(map(_plain, chosen)))
-
-
-def _plain(label: RowIdx) -> RowIdx:
-    return label if isinstance(label, OperationIdx) else (int(label[0]), int(label[1]))
+    return tuple(sorted(map(plain_label, chosen)))
 
 
 def select_layers(
@@ -250,7 +247,7 @@ def select_modules(architecture: Architecture, selectors: Sequence[object]) -> t
             )
         if is_operation_key(selector) and selector not in architecture.names:
             _refuse_single_call(selector)
-    return tuple(sorted({_plain(first[_callee(architecture[label])]) for label in chosen}))
+    return tuple(sorted({plain_label(first[_callee(architecture[label])]) for label in chosen}))
 
 
 def _callee(row: Layer) -> object:
