@@ -442,7 +442,7 @@ def test_calls_that_are_not_counted() -> None:
     output.sum().backward()
     assert torch.equal(collection.recording["first"], net.first(torch.ones(2, 4)))
     with pytest.raises(CollectError, match=r'tuple of what its calls returned, since calls="any"'):
-        rnet.collect([torch.ones(2, 4)], progress=False)
+        rnet.eval().collect([torch.ones(2, 4)], progress=False)
 
 
 def test_every_check_is_made() -> None:
