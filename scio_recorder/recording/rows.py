@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -548,8 +549,11 @@ def _text(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else "function"
 
 
+_OF_DATASETS = 'write DataLoader(dataset.with_format("torch"), batch_size=32)'
+
+
 def advice_on_lists(named: Mapping[str, Any]) -> str:
-    """Return a sentence on the first input that is a list of numbers; empty if there is none.
+    """Return a sentence on the first input that should be a tensor; empty if there is none.
 
     Parameters
     ----------
@@ -567,7 +571,18 @@ def advice_on_lists(named: Mapping[str, Any]) -> str:
         if isinstance(given, list) and _is_of_numbers(given):
             return (
                 f'{name} is a list, not a tensor: tokenize with return_tensors="pt" (and '
-                "padding=True), or make it a tensor with torch.tensor"
+                "padding=True), or make it a tensor with torch.tensor; of Hugging Face datasets, "
+                f"{_OF_DATASETS}"
+            )
+        if isinstance(given, list) and given and isinstance(given[0], Tensor):
+            return (
+                f"{name} is a list of {len(given)} tensors, as a DataLoader makes of lists of "
+                f"numbers: of Hugging Face datasets, {_OF_DATASETS}"
+            )
+        if isinstance(given, np.ndarray):
+            return (
+                f"{name} is a NumPy array, not a tensor: write to_inputs=lambda batch: {{**batch, "
+                f'"{name}": torch.from_numpy(batch["{name}"])}}'
             )
     return ""
 

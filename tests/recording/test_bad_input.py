@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -494,3 +496,26 @@ def test_the_advice_for_what_is_no_tensor_works(kind):
     assert advice is not None
     recording = rnet.collect([x], transform=eval(advice[1]), progress=False)
     assert torch.equal(recording["0"], x)
+
+
+def test_inputs_that_are_no_tensors_are_converted() -> None:
+    numbers = [{"input": [1.0, 2.0, 3.0, 4.0]}, {"input": [5.0, 6.0, 7.0, 8.0]}]
+    with pytest.raises(CollectError, match=r"input is a list of 4 tensors.*with_format") as caught:
+        recorder("0").collect(torch.utils.data.DataLoader(numbers, batch_size=2))
+    assert "write DataLoader(dataset.with_format(" in str(caught.value)
+    with pytest.raises(CollectError, match=r"input is a list, not a tensor.*with_format"):
+        recorder("0").collect(numbers)
+    batch = {"input": np.ones((2, 4), np.float32)}
+    with pytest.raises(CollectError, match="input is a NumPy array, not a tensor") as refused:
+        recorder("0").collect([batch])
+    to_inputs = eval(str(refused.value).partition("to_inputs=")[2])
+    assert recorder("0").collect([batch], to_inputs=to_inputs).num_samples == 2
+
+
+def test_a_home_is_not_made_below_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecordingError, match=r"write os\.path\.expanduser\('~/run'\)$"):
+        recorder("0").collect(batches(2), store="disk:~/run")
+    assert list(tmp_path.iterdir()) == []

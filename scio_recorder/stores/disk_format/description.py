@@ -186,6 +186,11 @@ def place_of(path: str | os.PathLike[str]) -> str:
             f'{given} names no folder and no bucket: write "runs/one" for a folder, or a URL '
             'such as "s3://bucket/run" (also "gs://", "az://")'
         )
+    if place.startswith("~"):
+        raise RecordingError(
+            f"{place!r} begins with ~, which only shells replace by a home: write "
+            f"os.path.expanduser({place!r})"
+        )
     return place
 
 

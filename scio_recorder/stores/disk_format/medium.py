@@ -47,6 +47,8 @@ def accessing(path: str) -> Iterator[None]:
 def _explained(path: str, cause: OSError) -> RecordingError:
     linked = cause.errno == errno.ELOOP
     reason = "is a link, and links are not followed" if linked else cause.strerror or cause
+    if cause.errno == errno.ENOTDIR:
+        reason = "is a file, or lies in one: name a folder"
     error = RecordingError(f"{path}: {reason}")
     error.errno = cause.errno
     return error

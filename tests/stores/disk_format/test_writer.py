@@ -46,7 +46,7 @@ def test_creation_needs_an_empty_folder(tmp_path):
     with pytest.raises(RecordingError, match=r"not empty: it holds 'thesis\.tex'"):
         create(tmp_path / "other")
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordingError, match=r"file: (Not a directory|File exists)"):
+    with pytest.raises(RecordingError, match=r"file: (is a file, or lies in one|File exists)"):
         create(tmp_path / "file")
     make_run(tmp_path / "run")
     with pytest.raises(RecordingError, match="already holds a recording"):
