@@ -226,12 +226,9 @@ class Pass:
         """Keep inputs until the call returns: calls may fail, and modules may call themselves."""
         value, modules = Inputs(args, dict(kwargs)), self.program.modules
         module = modules[index] if index < len(modules) else None
-        row = self.program.rows[index]
         kept: Any
-        if row is None:
-            return
         if self._sink is not None:
-            kept = self._sink.keep_inputs(row, value)
+            kept = self._sink.keep_inputs(self.program.rows[index], value)
         elif self.program.options.offload:
             kept = offload(taken_apart(value))
         else:

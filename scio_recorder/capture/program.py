@@ -98,9 +98,7 @@ class Program:
     ) -> None:
         self.attention = find_attention(architecture, options.attention)
         # What is kept for attention alone is in no records that users read.
-        self.hidden = {
-            one.label for calls in self.attention.values() for one in (calls.first, calls.last)
-        }
+        self.hidden = {row.label for calls in self.attention.values() for row in calls}
         self.hidden -= {*recording}
         self.recording = recording
         rows = (*recording, *self.hidden)
@@ -222,16 +220,10 @@ class Program:
         rows = [self.architecture[label] for label in labels if label]
         if index < len(self.modules):
             return f"{few(rows, 4)}: calls of the module"
-        module, number, name = next(
-            (own.module, number, name)
-            for own in self.functions
-            for number, entries in enumerate(own.calls)
-            for name, entry in entries.items()
-            if entry == index
-        )
-        layers = self.architecture.values()
-        around = [row for row in layers if row.module is module and row.call == number]
-        return f"{few(rows or around, 4)}: calls of {name}"
+        if rows:
+            return f"{few(rows, 4)}: calls of the function"
+        others = few(self.layers_of([self.firsts[index]]), 4)
+        return f"{others}: calls of the function in another call of the module"
 
     @cached_property
     def starts(self) -> list[list[RowIdx | None]]:
@@ -249,10 +241,10 @@ class Program:
         return found + [[self.labels[at] for at in own] for own in own_code]
 
     @cached_property
-    def rows(self) -> list[Layer | None]:
-        """The first recorded row of each module, and of each function in own code, if any."""
-        rows = [None if label is None else self.architecture[label] for label in self.labels]
-        return [next((rows[at] for at in own if rows[at]), None) for own in self.positions]
+    def rows(self) -> dict[int, Layer]:
+        """The first recorded row of each entry that has one."""
+        calls = zip(self.expected[::-1], self.labels[::-1], strict=True)
+        return {entry: self.architecture[label] for entry, label in calls if label}
 
     def layers_of(self, entries: Collection[int]) -> list[Layer]:
         """Return the recorded layers and operations of entries; those of functions are `firsts`."""

@@ -460,8 +460,6 @@ def _unlabelled(root: nn.Module) -> Architecture:
 
 
 def _matches(architecture: Architecture, selector: object) -> Sequence[RowIdx]:
-    if is_operation_key(selector) and selector not in architecture.names:
-        return _matching_operations(architecture, selector)
     matching = list(_candidates(architecture, selector))
     ran = [label for label in matching if architecture[label].executed]
     if ran:
@@ -473,6 +471,11 @@ def _matches(architecture: Architecture, selector: object) -> Sequence[RowIdx]:
 
 def _none_ran(architecture: Architecture, selector: object, matching: Sequence[RowIdx]) -> str:
     rows = [architecture[label] for label in matching]
+    if isinstance(rows[0], Operation):
+        return (
+            f"{rows[0]} runs inside a torch.func transform (vmap, grad, ...), whose tensors die "
+            "with the transform: record what is around it"
+        )
     advice = "select layers inside or around them, or label the net with an input at which they run"
     module, name = rows[0].module, rows[0].name
     if len(rows) == 1 and isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -487,22 +490,14 @@ def _none_ran(architecture: Architecture, selector: object, matching: Sequence[R
     )
 
 
-def _matching_operations(architecture: Architecture, key: Any) -> list[OperationIdx]:
-    matching = architecture.operations_of(key)
-    ran = [label for label in matching if architecture[label].executed]
-    if matching and not ran:
-        raise LayerNotFoundError(
-            f"{architecture[matching[0]]} runs inside a torch.func transform (vmap, grad, ...), "
-            "whose tensors die with the transform: record what is around it"
-        )
-    if not ran:
-        raise LayerNotFoundError(no_such_operation(key, architecture))
-    return ran
-
-
 def _candidates(architecture: Architecture, selector: Any) -> Iterable[RowIdx]:
     """Return the layers that a selector matches, whether they ran or not."""
     label = label_of(selector)
+    if is_operation_key(selector) and selector not in architecture.names:
+        operations = architecture.operations_of(selector)
+        if not operations:
+            raise LayerNotFoundError(no_such_operation(selector, architecture))
+        return operations
     if label is not None and label in architecture:
         return [label]
     if isinstance(selector, str) and selector in architecture.names:
