@@ -42,8 +42,9 @@ def advise_evaluation(net: nn.Module) -> None:
         if module.training and _differs_in_training(module)
     ]
     if found:
+        verb = "behaves" if len(found) == 1 else "behave"
         warn(
-            f"the net is in training mode, where {few(found, _SHOWN)} behave "
+            f"the net is in training mode, where {few(found, _SHOWN)} {verb} "
             "differently than in evaluation mode: call net.eval() before collect(...) unless you "
             "mean this",
             CollectWarning,
