@@ -93,11 +93,16 @@ def let_code_break(
     app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
 ) -> None:
     """Let names in the text break between their parts, so that a narrow column cuts no word."""
-    part = re.compile(r"(?<=[._/])(?=\w)|(?<=[a-z]{4})(?=[A-Z])")
+    part = re.compile(r"(?<=[._/])(?=\w{3})|(?<=[a-z]{4})(?=[A-Z])")
     code = re.compile('(?<=<span class="pre">)[^<]*')
-    context["body"] = code.sub(
-        lambda found: part.sub("<wbr>", found[0]), context.get("body", "")
-    )
+    # The page itself, and the links below it.
+    for place, key in (
+        (context, "body"),
+        (context.get("prev"), "title"),
+        (context.get("next"), "title"),
+    ):
+        if place and key in place:
+            place[key] = code.sub(lambda found: part.sub("<wbr>", found[0]), place[key])
 
 
 def write_texts(app: Sphinx, exception: Exception | None) -> None:
