@@ -40,6 +40,8 @@ from scio_recorder.nets.offers import glob_of, offer
 from scio_recorder.nets.refusals import check_supported
 
 _T = TypeVar("_T")
+# Modules that hold others and are never called themselves.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -477,8 +479,10 @@ def _none_ran(architecture: Architecture, selector: object, matching: Sequence[R
             "with the transform: record what is around it"
         )
     advice = "select layers inside or around them, or label the net with an input at which they run"
+    if isinstance(selector, str) and all(isinstance(row.module, _CONTAINERS) for row in rows):
+        advice = f"record all that is in them, by record({f'{selector}.*'!r})"
     module, name = rows[0].module, rows[0].name
-    if len(rows) == 1 and isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if len(rows) == 1 and isinstance(module, _CONTAINERS):
         inside = [architecture.rows_of(f"{name}.{child}") for child, _ in module.named_children()]
         if inside and all(labels and architecture[labels[0]].executed for labels in inside):
             path = re.sub(r"\.(\d+)(?![^.])", r"[\1]", f".{name}")

@@ -188,9 +188,12 @@ def test_containers_are_unpacked(name: str, names: list[str]) -> None:
             rnet.record(selector)
         eval(code_in(caught.value, "record("), {"rnet": rnet, "record": rnet.record})
         assert [rnet.architecture[label].name for label in rnet.recording] == names
-    # One of its modules is a container that never runs itself.
-    with pytest.raises(LayerNotFoundError, match="select layers inside or around them"):
-        rnet.record("down")
+    # One of those in the first is a container, too.
+    for several, number in (("down", 2), ("*[pn]", 4)):
+        with pytest.raises(LayerNotFoundError) as caught:
+            rnet.record(several)
+        eval(code_in(caught.value, "record("), {"record": rnet.record})
+        assert len(rnet.recording) == number
 
 
 def test_attention_is_recorded_where_it_is() -> None:
