@@ -268,7 +268,7 @@ def test_a_part_that_was_left_is_taken_after_a_minute_by_the_bucket_s_clock(
     found = times(Bucket(f"s3://{place}"), "lease-")
     assert list(found) == ["lease-00000-00000000"]
     assert abs(found["lease-00000-00000000"] - time.time()) < 30
-    ago = 59.0
+    ago = 40.0  # not 59: the machine may be slow
 
     def earlier(self: Bucket, prefix: str) -> dict[str, float]:
         # As if the dead had put it then, by a clock that is wrong by a day.
