@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
@@ -111,6 +111,9 @@ class Program:
         self.modules = _distinct_modules(row for row in chosen if not isinstance(row, Operation))
         operations = [*architecture.operations.values()] if self.counts_calls else inside
         self.functions = self._own_code(operations)
+        if self.counts_calls:
+            labels = (at for module in self.modules for at in architecture.calls(module))
+            chosen = [*(architecture[label] for label in labels), *operations]
         # For each entry, the one of the function in the first call of its module: in other places
         # than a pass it is not known which call runs.
         self.firsts: list[int] = [
@@ -120,7 +123,7 @@ class Program:
         # The flags of a pass in which no hook may take the fast path.
         self.never_fast = [False] * len(self.firsts)
         self.no_receivers: list[Any] = [None] * len(self.firsts)
-        self._tabulate(self._expected(operations))
+        self._tabulate(sorted(chosen, key=lambda row: row.completion or 0))
         self.functions += [OwnCode(encoder, [{}]) for encoder in self._encoders()]
 
     def _own_code(self, operations: Sequence[Operation]) -> list[OwnCode]:
@@ -137,27 +140,24 @@ class Program:
             found.append(OwnCode(module, calls))
         return found
 
-    def _expected(self, operations: Sequence[Operation]) -> list[tuple[int, Layer]]:
-        """Return the calls with their entries, in the order in which they returned."""
-        calls: list[tuple[int, Layer]] = [
-            (index, self.architecture[label])
-            for index, module in enumerate(self.modules)
-            for label in self._calls(module)
-        ]
-        entries = {id(own.module): own.calls for own in self.functions}
-        for row in operations:
-            own = entries[id(row.module)][row.call if self.counts_calls else 0]
-            calls.append((own[row.function], row))
-        return sorted(calls, key=lambda call: call[1].completion or 0)
+    def _entries(self, rows: Iterable[Layer]) -> Iterator[int]:
+        modules = {id(module): index for index, module in enumerate(self.modules)}
+        functions = {id(own.module): own.calls for own in self.functions}
+        for row in rows:
+            if isinstance(row, Operation):
+                calls = functions[id(row.module)]
+                yield calls[row.call if self.counts_calls else 0][row.function]
+            else:
+                yield modules[id(row.module)]
 
-    def _tabulate(self, calls: Sequence[tuple[int, Layer]]) -> None:
-        """Note what a pass must show, given the calls with their entries in order."""
+    def _tabulate(self, calls: Sequence[Layer]) -> None:
+        """Note what a pass must show, given the calls in the order in which they returned."""
         architecture, chosen = self.architecture, {*self.recording, *self.hidden}
-        self.expected = [entry for entry, _ in calls]
-        labels = (plain_label(row.label) for _, row in calls)
+        self.expected = [*self._entries(calls)]
+        labels = (plain_label(row.label) for row in calls)
         self.labels: list[RowIdx | None] = [at if at in chosen else None for at in labels]
         # The name by which a module with several names was called, None for other modules.
-        names = [row.called_as for _, row in calls]
+        names = [row.called_as for row in calls]
         self.callers = names if self.counts_calls else [None] * len(names)
         self.positions: list[list[int]] = [[] for _ in self.never_fast]
         for position, module in enumerate(self.expected):
@@ -194,13 +194,6 @@ class Program:
         """The names of the network's modules, by ``id``."""
         root = self.architecture[0, 1].module
         return {} if root is None else {id(one): name for name, one in root.named_modules()}
-
-    def _calls(self, module: nn.Module) -> tuple[RowIdx, ...]:
-        if self.counts_calls:
-            return self.architecture.calls(module)
-        rows = (self.architecture[at] for at in self.recording)
-        own = (row for row in rows if row.module is module and not isinstance(row, Operation))
-        return (next(own).label,)
 
     def wrong_calls(
         self, seen: Mapping[int, int], before: int | None = None, *, of_functions: bool = True
