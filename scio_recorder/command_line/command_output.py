@@ -52,6 +52,8 @@ _WORDS = (
     (r"=Tokens\(\)", " tokens"),
     (r"=Nodes\(\)", " nodes"),
     (r"[ =]\{['\"]([^'\"]+)['\"]: ['\"]([^'\"]+)['\"]\}", r" '\1=\2'"),
+    (r"\brecord\(\*rnet\.net\.([\w.]+)\)", r"--layers '\1.?'"),
+    (r"\brecord\('([^']+)'\)", r"--layers '\1'"),
     (r"\b[Ww]rite (?=to_inputs=)", "let --data give what the net takes, or write "),
 )
 # A shape, which is written without brackets and spaces.
@@ -67,6 +69,8 @@ def command_message(text: str) -> str:
     'the folder holds a recording: resume it with --resume, or give --rows'
     >>> command_message("the shapes differ: pad them by transform=")
     'the shapes differ: ... In Python, write Recorder(net, ...).collect(batches, transform=...)'
+    >>> command_message("record what it holds, by record(*rnet.net.layers)")
+    "record what it holds, by --layers 'layers.?'"
     >>> command_message("input_size=(3,) failed: write input_size=(1, 3), or give input_data=")
     '--input-size 3 failed: write --input-size 1,3, or give --input-data'
     """
