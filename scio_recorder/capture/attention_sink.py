@@ -56,7 +56,7 @@ def _receive(
 ) -> None:
     """Take what an operation has returned, and hand on the attention if it is the last."""
     if row is calls.last:
-        attention = calls.attention(received.get("softmax"), received["inputs"], output)
+        attention = calls.attention((received.get("softmax"), received["inputs"], output))
         received.clear()
         receivers[row.layer.label](attention)
     else:

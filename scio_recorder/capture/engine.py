@@ -305,8 +305,7 @@ class Capture:
                 if inputs is not None:
                     inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
                 if attention is not None:
-                    attention.outputs.copy_from_now_on = partial(current.setting.copy, OUTPUT)
-                    attention.inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
+                    attention.copy_from_now_on = current.setting.copy_attention
             latest.gradients = current.gradients
             latest.state = CallStates(current.moments, current.posts.functions)
             received = inputs or Records(self.architecture, what="input")

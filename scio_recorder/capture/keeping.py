@@ -125,6 +125,12 @@ class Setting:
         """Copy a layer's output or inputs, from the next pass on."""
         self.learn(self.kinds, [(what, self._program.labels.index(label), COPY)])
 
+    def copy_attention(self, layer: RowIdx) -> None:
+        """Copy what a layer's attention is computed from, from the next pass on."""
+        for row in self._program.attention[layer[0], layer[1]]:
+            self.copy(OUTPUT, row.label)
+            self.copy(INPUT, row.label)
+
 
 class KeptTensor:
     """One tensor of a record until the pass ends."""

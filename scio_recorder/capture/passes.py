@@ -348,10 +348,13 @@ class Pass:
         received = self._entries([(at, kept, 0) for at, kept in inputs], hold)
         shown = {label: one for label, one in received.items() if label not in program.hidden}
         wanted = Records(program.architecture, shown, "input") if program.options.inputs else None
-        own = {at: one for at, one in program.attention.items() if one.last.label in entries}
-        every = Records(program.architecture, received), Records(program.architecture, entries)
-        attention = AttentionRecords(program.architecture, own, *every)
-        return Ended(activations, wanted, attention if program.attention else None)
+        attention: dict[RowIdx, Entry] = {
+            layer: calls.record(received, entries)
+            for layer, calls in program.attention.items()
+            if calls.last.label in entries
+        }
+        records = AttentionRecords(program.architecture, attention) if program.attention else None
+        return Ended(activations, wanted, records)
 
     def learn(self) -> None:
         """Let later passes in this setting keep things as this pass has shown to be right."""

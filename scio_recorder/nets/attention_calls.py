@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -13,7 +13,7 @@ from scio_recorder.layer import DepthIdx, Operation, RowIdx, few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention import Attention, attention_of, eager_attention_of
 from scio_recorder.nets.attention_arguments import KERNELS, unpacked
-from scio_recorder.nets.records import Inputs, LayerMapping, Records
+from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
 from scio_recorder.nets.selection import selector_for
 
 _PRODUCTS = ("matmul", "bmm", "einsum")
@@ -33,11 +33,14 @@ class AttentionCalls(NamedTuple):
     first: Operation
     last: Operation
 
-    def attention(self, softmax: Any, inputs: Inputs, output: Any) -> Attention:
-        """Return the attention, given what the last operation received and returned.
+    def record(self, inputs: Mapping[RowIdx, Entry], outputs: Mapping[RowIdx, Entry]) -> Recorded:
+        """Return a record of the attention, which is computed when it is read."""
+        last = self.last.label
+        return Recorded([outputs[self.first.label], inputs[last], outputs[last]], self.attention)
 
-        ``softmax`` is what the first one returned, if it is another.
-        """
+    def attention(self, parts: Sequence[Any]) -> Attention:
+        """Return the attention, given what the first returned, the last received and returned."""
+        softmax, inputs, output = parts
         if self.first is not self.last:
             return eager_attention_of(softmax, inputs, output)
         given = unpacked(self.last, inputs)
@@ -69,7 +72,7 @@ def find_attention(
         if len(own) != 1:
             raise LayerNotFoundError(_explain(architecture, label, own))
         found[label] = own[0]
-    return found
+    return dict(sorted(found.items(), key=lambda item: item[1].last.completion or 0))
 
 
 def _attention_in(architecture: Architecture, label: DepthIdx) -> list[AttentionCalls]:
@@ -153,40 +156,14 @@ class AttentionReader:
         return None
 
 
-class AttentionRecords(LayerMapping[Any]):
-    """The attention of layers in one pass, computed from what was recorded when it is read.
-
-    Parameters
-    ----------
-    architecture : Architecture
-        The layers.
-    calls : mapping of (int, int) to AttentionCalls
-        Those of the layers.
-    inputs, outputs : Records, optional
-        What the operations received and returned.
-    """
+class AttentionRecords(Records):
+    """The attention of layers in one pass, computed from what was recorded when it is read."""
 
     def __init__(
-        self,
-        architecture: Architecture,
-        calls: Mapping[DepthIdx, AttentionCalls] | None = None,
-        inputs: Records | None = None,
-        outputs: Records | None = None,
+        self, architecture: Architecture, entries: Mapping[RowIdx, Entry] | None = None
     ) -> None:
-        super().__init__(architecture, dict.fromkeys(calls or ()), "attention")
-        self._calls = calls or {}
-        self.inputs = inputs or Records(architecture)
-        self.outputs = outputs or Records(architecture)
-        self._read: dict[RowIdx, Attention] = {}
+        super().__init__(architecture, entries, "attention")
 
     def __repr__(self) -> str:
-        lines = [f"{self._architecture[label]}  {self._get(label)!r}" for label in self]
+        lines = [f"{self._architecture[label]}  {self[label]!r}" for label in self]
         return "\n".join(lines) or super().__repr__()
-
-    def _get(self, label: RowIdx) -> Attention:
-        if label not in self._read:
-            calls = self._calls[label[0], label[1]]
-            softmax, last = self.outputs[calls.first.label], calls.last.label
-            found = calls.attention(softmax, self.inputs[last], self.outputs[last])
-            self._read[label] = found
-        return self._read[label]
