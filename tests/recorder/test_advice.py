@@ -110,9 +110,10 @@ def test_all_layers_of_a_network_that_can_be_kept_come_to_a_page(
     assert all(recording.architecture[label].name in page for label in recording)
 
 
-def test_layers_that_can_not_be_kept_are_left_out_together() -> None:
+@pytest.mark.parametrize("labelled", [IDS, IDS[:1]], ids=["four", "one"])
+def test_layers_that_can_not_be_kept_are_left_out_together(labelled: Tensor) -> None:
     net = gpt2()
-    rnet = Recorder(net, input_data=IDS)
+    rnet = Recorder(net, input_data=labelled)
     rnet.record("*")
     before = len(rnet.recording)
     with pytest.raises(CollectError) as caught:
