@@ -270,7 +270,7 @@ class Hooks:
             keep_out_of_copies(module)
         for module, hooks in self._own_code:
             self._put_around(module, hooks)
-            if any(hooks):
+            if any(hooks) and not private.calls_compiled(module):
                 self._attach_to_own_code(module)
         for module in self._called:
             self._put_around(module, ())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +28,15 @@ from scio_recorder.errors import PostprocessorError
 from scio_recorder.nets.operations import LibraryMode, function_name, returns_tensors
 from scio_recorder.tensors import private
 
-if TYPE_CHECKING:
-    from scio_recorder.capture.hooks import ModuleHook
 
-
-class _Functions(dict[Any, "ModuleHook | None"]):
+class _Functions(dict[Any, Any]):
     """The hook on a function, or None, looked up by name the first time."""
 
-    def __init__(self, hooks: Mapping[str, ModuleHook]) -> None:
+    def __init__(self, hooks: Mapping[str, Any]) -> None:
         super().__init__()
         self.by_name = hooks
 
-    def __missing__(self, function: Any) -> ModuleHook | None:
+    def __missing__(self, function: Any) -> Any:
         found = self[function] = self.by_name.get(function_name(function))
         return found
 
@@ -79,7 +76,7 @@ class _RecordingMode(LibraryMode):
         return output
 
 
-def _take_inputs(hook: ModuleHook, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _take_inputs(hook: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function with its hook before and behind it, which may change something."""
     given = *args, *kwargs.values()
     received = hook.before(None, args, kwargs)
@@ -162,9 +159,7 @@ class AroundOwnCode(AroundCode):
         called.
     """
 
-    def __init__(
-        self, module: nn.Module, site: Any, hooks: Sequence[Mapping[str, ModuleHook]]
-    ) -> None:
+    def __init__(self, module: nn.Module, site: Any, hooks: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(module, site.local)
         self.site = site
         # Whether calls inside a transform, whose tensors die with it, are not told apart by number.
@@ -180,8 +175,8 @@ class AroundOwnCode(AroundCode):
         if not self._hooks or (active is None and local.is_idle):
             return None
         if active is not None:
-            number = active.own_code_calls.get(self, 0)
-            active.own_code_calls[self] = number + 1
+            number = active.starts.get(self, 0)
+            active.starts[self] = number + 1
             # A call too many shows, since functions are called again then.
             hooks = self._hooks[min(number, len(self._hooks) - 1)]
             return _RecordingMode(self, hooks, local.log, active.sees_inputs)
@@ -215,7 +210,7 @@ class ObservingMode(LibraryMode):
         """Look at what a function is given, and return what was found."""
 
     def after(self, function: str, index: int, given: Any, output: Any) -> None:
-        """Look at what an operation has returned; two functions lie between here and its line."""
+        """Look at what an operation has returned."""
 
     def take(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function between `before` and `after`."""

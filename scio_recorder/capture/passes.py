@@ -114,8 +114,8 @@ class Pass:
         # By position; a position has several only if calls are not counted. The call that received
         # inputs is known only when it returns.
         self._inputs: list[tuple[int, KeptValue | Recorded]] = []
-        # How often each module has started and returned. A Counter takes longer to construct.
-        self._starts: dict[int, int] = {}
+        # How often each module, and own code, has started. A Counter takes longer to construct.
+        self.starts: dict[object, int] = {}
         self._pending: dict[int, list[_PendingInputs]] = {}
         self._input_kinds: dict[int, int] = {}
         # The state in which calls with recorded inputs ran.
@@ -125,8 +125,6 @@ class Pass:
         # Whether every call so far took the fast path, which logs bare tensors.
         self.is_bare = True
         self._counts: dict[int, int] = {}
-        # How often own code of each module has begun.
-        self.own_code_calls: dict[object, int] = {}
         # The modules that other threads have called meanwhile, outside of any pass.
         self.called_in_other_threads: set[int] = set()
 
@@ -200,8 +198,8 @@ class Pass:
 
     def _starting(self, index: int) -> RowIdx | None:
         """Return the label of the call that starts, None if it is not recorded."""
-        starts, count = self.program.starts[index], self._starts.get(index, 0)
-        self._starts[index] = count + 1
+        starts, count = self.program.starts[index], self.starts.get(index, 0)
+        self.starts[index] = count + 1
         if index >= len(self.program.modules):
             # Calls of functions that failed are not listed, and none runs inside another.
             count = self._counts.get(index, 0)
@@ -348,13 +346,8 @@ class Pass:
         received = self._entries([(at, kept, 0) for at, kept in inputs], hold)
         shown = {label: one for label, one in received.items() if label not in program.hidden}
         wanted = Records(program.architecture, shown, "input") if program.options.inputs else None
-        attention: dict[RowIdx, Entry] = {
-            layer: calls.record(received, entries)
-            for layer, calls in program.attention.items()
-            if calls.last.label in entries
-        }
-        records = AttentionRecords(program.architecture, attention) if program.attention else None
-        return Ended(activations, wanted, records)
+        attention = AttentionRecords(program.architecture, program.attention, received, entries)
+        return Ended(activations, wanted, attention)
 
     def learn(self) -> None:
         """Let later passes in this setting keep things as this pass has shown to be right."""

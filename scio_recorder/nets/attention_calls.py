@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -160,8 +161,14 @@ class AttentionRecords(Records):
     """The attention of layers in one pass, computed from what was recorded when it is read."""
 
     def __init__(
-        self, architecture: Architecture, entries: Mapping[RowIdx, Entry] | None = None
+        self,
+        architecture: Architecture,
+        calls: Mapping[DepthIdx, AttentionCalls] = MappingProxyType({}),
+        inputs: Mapping[RowIdx, Entry] = MappingProxyType({}),
+        outputs: Mapping[RowIdx, Entry] = MappingProxyType({}),
     ) -> None:
+        own = {at: one for at, one in calls.items() if one.last.label in outputs}
+        entries: dict[RowIdx, Entry] = {at: one.record(inputs, outputs) for at, one in own.items()}
         super().__init__(architecture, entries, "attention")
 
     def __repr__(self) -> str:
