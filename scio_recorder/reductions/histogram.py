@@ -77,7 +77,7 @@ class Bins:
 
     def _begins_in(self, dtype: torch.dtype) -> Tensor:
         """Return where bins, and what is above them, begin: each the least number that is there."""
-        infinity = torch.tensor(math.inf, dtype=torch.float64)
+        infinity = torch.tensor(math.inf, dtype=torch.float64, device=self.edges.device)
         begins = self.edges.clone()
         # The last bin is closed.
         begins[-1] = torch.nextafter(begins[-1], infinity)
