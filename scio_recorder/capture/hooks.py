@@ -231,23 +231,18 @@ class Hooks:
 
     def __init__(self, program: Program, site: Site, with_inputs: bool) -> None:
         self._modules = program.modules
+        # The modules around own code, with hooks on functions for each of their calls.
         self._own_code = [
-            (own.module, [self._on_functions(entries, site) for entries in own.calls])
-            for own in program.functions
+            (module, [_on_functions(entries, site) for entries in calls])
+            for module, calls in (*program.functions, *program.called)
         ]
-        # The modules that recorded own code may call.
-        self._called = program.called if program.functions else []
-        self._all = (*self._modules, *(own.module for own in program.functions), *self._called)
+        self._all = (*self._modules, *(module for module, _ in self._own_code))
         self._site = site
         self._with_inputs = set(range(len(self._modules))) if with_inputs else set()
         self._checked_at = -1
         # Set when all are attached, and cleared before the first is removed: an interruption can
         # come between any two.
         self.is_attached = False
-
-    @staticmethod
-    def _on_functions(entries: Mapping[str, int], site: Site) -> dict[str, ModuleHook]:
-        return {name: ModuleHook(entry, site) for name, entry in entries.items()}
 
     def attach(self) -> None:
         """Attach the hooks, behind all others."""
@@ -269,15 +264,21 @@ class Hooks:
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
             keep_out_of_copies(module)
         for module, hooks in self._own_code:
-            self._put_around(module, hooks)
-            if any(hooks) and not private.calls_compiled(module):
-                self._attach_to_own_code(module)
-        for module in self._called:
-            self._put_around(module, ())
+            # Nothing is seen of compiled code.
+            if not private.calls_compiled(module):
+                self._attach_to_own_code(module, hooks)
         self._move_behind_others()
         self.is_attached = True
 
-    def _attach_to_own_code(self, module: nn.Module) -> None:
+    def _attach_to_own_code(
+        self, module: nn.Module, functions: Sequence[Mapping[str, ModuleHook]]
+    ) -> None:
+        calls = (call for call in wrappers(module) if isinstance(call, AroundOwnCode))
+        if all(call.site is not self._site for call in calls):
+            # What makes calls passes must stand around it.
+            AroundOwnCode(module, self._site, functions).put_inside(module)
+        if not any(functions):
+            return
         after, before = private.forward_hooks(module)
         hook = OwnCodeHook(self._site.local)
         if not self._own(after, OwnCodeHook):
@@ -285,15 +286,6 @@ class Hooks:
         if not self._own(before, OwnCodeHook):
             module.register_forward_pre_hook(hook.resume)
         keep_out_of_copies(module)
-
-    def _put_around(self, module: nn.Module, hooks: Sequence[Mapping[str, ModuleHook]]) -> None:
-        if private.calls_compiled(module):
-            # Nothing is seen of compiled code.
-            return
-        calls = (call for call in wrappers(module) if isinstance(call, AroundOwnCode))
-        if all(call.site is not self._site for call in calls):
-            # What makes calls passes must stand around it.
-            AroundOwnCode(module, self._site, hooks).put_inside(module)
 
     def _is_newly_compiled(self, module: nn.Module) -> bool:
         """Whether a module is compiled, and our hook is not outside of the compiled call."""
@@ -357,6 +349,10 @@ class Hooks:
             _arrange(after, first=self._own(after, OwnCodeHook), last=self._own(after))
             _arrange(before, last=[*self._own(before), *self._own(before, OwnCodeHook)])
         self._checked_at = next_id
+
+
+def _on_functions(entries: Mapping[str, int], site: Site) -> dict[str, ModuleHook]:
+    return {name: ModuleHook(entry, site) for name, entry in entries.items()}
 
 
 def _arrange(hooks: OrderedDict[int, Any], *, last: list[int], first: Sequence[int] = ()) -> None:

@@ -30,14 +30,10 @@ from scio_recorder.tensors import private
 
 
 class _Functions(dict[Any, Any]):
-    """The hook on a function, or None, looked up by name the first time."""
-
-    def __init__(self, hooks: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.by_name = hooks
+    """The hooks on functions by name, and by the function itself once it was called; or None."""
 
     def __missing__(self, function: Any) -> Any:
-        found = self[function] = self.by_name.get(function_name(function))
+        found = self[function] = self.get(function_name(function))
         return found
 
 
@@ -181,7 +177,7 @@ class AroundOwnCode(AroundCode):
             hooks = self._hooks[min(number, len(self._hooks) - 1)]
             return _RecordingMode(self, hooks, local.log, active.sees_inputs)
         if private.backward_pass() == -1:
-            for hook in self._hooks[0].by_name.values():
+            for hook in filter(None, set(self._hooks[0].values())):
                 hook.note_outside()
         elif self.site.reruns:
             # Which call it is shows by what the first run has noted.

@@ -262,13 +262,14 @@ class Program:
         return [one for one in encoders.values() if owners & {*map(id, one.modules())}]
 
     @cached_property
-    def called(self) -> list[nn.Module]:
-        """The modules that own code with a mode may call, without those that have such code."""
+    def called(self) -> list[OwnCode]:
+        """The modules that recorded own code may call, without any functions."""
         owners = {id(own.module): own.module for own in self.functions}
         found: dict[int, Any] = {}
         ran: set[int] = set()
         around: list[Layer] = []
-        for row in filter(lambda row: row.executed, self.architecture.values()):
+        rows = self.architecture.values() if owners else ()
+        for row in filter(lambda row: row.executed, rows):
             while around and (around[-1].completion or 0) < (row.completion or 0):
                 around.pop()
             if around and id(around[-1].module) in owners:
@@ -279,7 +280,8 @@ class Program:
             # It may run next time, and where calls are not counted nothing else would show that.
             if not self.counts_calls or id(module) not in ran:
                 found[id(module)] = module
-        return [one for key, one in found.items() if key not in owners and takes_hooks(one)]
+        others = (one for key, one in found.items() if key not in owners)
+        return [OwnCode(one, []) for one in others if takes_hooks(one)]
 
 
 def _distinct_modules(rows: Iterable[Layer]) -> tuple[nn.Module, ...]:
