@@ -27,6 +27,9 @@ _BEFORE_HEADS = re.compile(
     "^(to_|w_?|in_|lin_|linear_)?[qkv]|query|key|value|_[qkv]$|in_proj|c_attn", re.IGNORECASE
 )
 
+# The shape and dtype of each tensor.
+_Kinds: TypeAlias = list[tuple[tuple[int, ...], torch.dtype]]
+_LIKE_IT = ", such as (changed, *output[1:])"
 Postprocessor: TypeAlias = Callable[[Any], Any]
 Postprocessors: TypeAlias = Postprocessor | Sequence[Postprocessor] | Mapping[Any, Postprocessor]
 
@@ -305,15 +308,24 @@ class Assigned:
         if result is None:
             result = output
         expected = Tensor if isinstance(output, Tensor) else type(output)
-        named = getattr(function, "__name__", repr(function))
-        first = ", such as (changed, *output[1:])" * (expected is tuple)
         if not isinstance(result, expected):
+            first = _LIKE_IT * (expected is tuple)
             raise PostprocessorError(
                 f"the post-processor of layer {layer} returned a {type(result).__name__} where the "
                 f"layer returns a {type(output).__name__}: return a {expected.__name__}{first}, or "
                 "None to leave the output unchanged"
             )
-        after = _kinds(result)
+        where = f"{getattr(function, '__name__', repr(function))} of layer {layer}"
+        self._compare(before, _kinds(result), layer, where)
+        if expected is tuple and len(result) != len(output):
+            self._changes[where] = (
+                f"a tuple of {len(output)} to one of {len(result)}: return a tuple like it"
+                f"{_LIKE_IT}"
+            )
+        return result
+
+    def _compare(self, before: _Kinds, after: _Kinds, layer: Layer, where: str) -> None:
+        """Remember what a post-processor has changed that a network may not go on with."""
         for (old, dtype), (new, other) in zip(before, after, strict=False):
             if old[:1] != new[:1]:
                 raise PostprocessorError(
@@ -322,14 +334,7 @@ class Assigned:
                 )
             if (old, dtype) != (new, other):
                 change = f"the shape {old} to {new}" if old != new else f"{dtype} to {other}"
-                self._changes[f"{named} of layer {layer}"] = (
-                    f"{change}: return a tensor of the same shape and dtype"
-                )
-        if first and len(result) != len(output):
-            self._changes[f"{named} of layer {layer}"] = (
-                f"a tuple of {len(output)} to one of {len(result)}: return a tuple like it{first}"
-            )
-        return result
+                self._changes[where] = f"{change}: return a tensor of the same shape and dtype"
 
 
 def _takes_one(function: Postprocessor) -> bool:
@@ -343,7 +348,7 @@ def _takes_one(function: Postprocessor) -> bool:
     return True
 
 
-def _kinds(output: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _kinds(output: Any) -> _Kinds:
     """Return the shape and dtype of each tensor."""
     leaves = [output] if isinstance(output, Tensor) else flatten(output)[0]
     # A description takes much longer, and only nested tensors need one.
