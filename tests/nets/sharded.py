@@ -35,7 +35,7 @@ from scio_recorder import (
     layer,
     open_recording,
 )
-from scio_recorder.errors import ShardWarning
+from scio_recorder.errors import ComparisonError, ShardWarning
 from scio_recorder.stores import Disk
 
 CPU = torch.device("cpu")
@@ -448,6 +448,32 @@ def compare_with_one_process(data: Tensor) -> None:
     assert scio_recorder.compare(shared, shared, [data]).first is None
 
 
+class Rooted(nn.Module):
+    """A layer whose own code has a number."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x).square() + self.number).sqrt()
+
+
+def compare_operations_in_step(data: Tensor) -> None:
+    """All processes run the networks once more, or none does."""
+    nets = [nn.Sequential(Rooted(number)) for number in (1.0, 2.0)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    mesh = init_device_mesh("cpu", (2,))
+    both = [Recorder(fully_shard(net, mesh=mesh), input_data=data) for net in nets]
+    first = scio_recorder.compare(*both, [data], operations=True).first
+    assert first is not None
+    assert first.operation is not None
+    assert first.operation.name == "0/add:0"
+    with pytest.raises(ComparisonError, match="give all processes the same batches"):
+        scio_recorder.compare(*both, [data], atol=9.0 * dist.get_rank(), operations=True)
+
+
 KEPT_WHOLE = {
     "0": ColwiseParallel(output_layouts=Replicate()),
     "2": RowwiseParallel(input_layouts=Replicate()),
@@ -484,6 +510,7 @@ def main(rank: int, processes: int, store: str) -> None:
         tell_shards()
         tell_shards_that_local_weights_make(data)
         compare_with_one_process(data)
+        compare_operations_in_step(data)
         record_stages(data)
         refuse_before_anything_runs(data)
     if processes == 4:

@@ -27,7 +27,7 @@ from scio_recorder.capture.program import RecordOptions
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError, warn
 from scio_recorder.layer import Operation
-from scio_recorder.nets.sharded import is_sharded
+from scio_recorder.nets.sharded import InStep, is_sharded
 from scio_recorder.nets.state.moment import random_state, restore_random
 from scio_recorder.nets.state.untouched import NetState, reached, untouched
 from scio_recorder.recorder.recorder import Recorder
@@ -40,8 +40,6 @@ from scio_recorder.stores.disk_tensor import bytes_of_row
 from scio_recorder.tensors import private
 
 ToInputs = Callable[[Any], Any]
-# Makes the block in which the first network runs.
-_Apart = Callable[[], contextlib.AbstractContextManager[Any]]
 # The bytes of a layer that are read at once from each recording.
 _BLOCK_BYTES = 1 << 26
 
@@ -147,8 +145,8 @@ def compare(
     )
     tolerance = Tolerance(rtol, atol)
     comparison = Comparison(pairs, digested, tolerance)
+    search = _OperationSearch(comparison, one, two, tolerance) if operations else None
     apart = _apart(one, two)
-    search = _OperationSearch(comparison, one, two, tolerance, apart) if operations else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         _open(stack, one, two, compared, keeps_digests=len(digested) == len(compared))
@@ -159,7 +157,7 @@ def compare(
                 _load(one, two, block, apart)
                 comparison.add(block, one, two)
             advance(len(block.ids), 0)
-    found = (None, None) if search is None else search.found
+    found = OperationPair(None, None) if search is None else search.found
     return comparison.result(one.architecture, unmatched, (one.made_with, two.made_with), found)
 
 
@@ -235,7 +233,7 @@ def _open(
         side.open(stack, own, options, keeps_digests=keeps_digests)
 
 
-def _load(one: Side, two: Side, block: SampleBlock, apart: _Apart) -> None:
+def _load(one: Side, two: Side, block: SampleBlock, apart: Callable[[], Any]) -> None:
     """Let both sides have the values of a block; networks run with the same random numbers."""
     before = random_state()
     with apart():
@@ -247,25 +245,17 @@ def _load(one: Side, two: Side, block: SampleBlock, apart: _Apart) -> None:
 class _OperationSearch:
     """Finds the operations that make the first difference known so far."""
 
-    def __init__(
-        self,
-        comparison: Comparison,
-        one: Side,
-        two: Side,
-        tolerance: Tolerance,
-        apart: _Apart,
-    ) -> None:
+    def __init__(self, comparison: Comparison, one: Side, two: Side, tolerance: Tolerance) -> None:
         boths = [side for side in (one, two) if isinstance(side, NetworkSide)]
         if len(boths) < 2 or any(side.is_compiled for side in boths):
             raise ComparisonError(
                 "operations=True runs both networks again: give two recorders that are not "
                 "compiled, since recordings and compiled code don't have all operations"
             )
-        self.found: OperationPair = (None, None)
+        self.found = OperationPair(None, None)
         self._comparison = comparison
         self._sides = boths
         self._tolerance = tolerance
-        self._apart = apart
 
     @contextlib.contextmanager
     def around(self, block: SampleBlock) -> Iterator[None]:
@@ -275,16 +265,17 @@ class _OperationSearch:
         before = self._comparison.first
         yield
         first = self._comparison.first
-        if first is None or first is before:
+        pair = None if first is None or first is before else self._comparison.pair_of(first)
+        if pair and isinstance(pair.reference, Operation) and isinstance(pair.partner, Operation):
+            self.found, pair = OperationPair(pair.reference, pair.partner), None
+        is_wanted = self._is_wanted(pair is not None)
+        if first is None or pair is None or not is_wanted:
             return
         for state in states:
             state.put_back()
-        (one, two), pair = self._sides, self._comparison.pair_of(first)
-        if isinstance(pair.reference, Operation) and isinstance(pair.partner, Operation):
-            self.found = pair.reference, pair.partner
-            return
+        one, two = self._sides
         random = random_state()
-        with self._apart():
+        with _apart(one, two)():
             own = one.trace(block, pair.reference)
         restore_random(random)
         other = two.trace(block, pair.partner)
@@ -292,8 +283,22 @@ class _OperationSearch:
             own, other, self._tolerance, received_same=first.inputs_equal is True
         )
 
+    def _is_wanted(self, here: bool) -> bool:
+        """Whether to run the networks again: all processes that run them in step do, or none."""
+        processes = [InStep(side.net) for side in self._sides]
+        if all(some.all(not here) for some in processes):
+            return False
+        if not all(some.all(here) for some in processes):
+            raise ComparisonError(
+                "some of the processes that run the networks together see an earlier first "
+                "difference in this batch than before, and others don't, but all must run them "
+                "again to find the operation: give all processes the same batches, or leave "
+                "operations=True out"
+            )
+        return True
 
-def _apart(one: Side, two: Side) -> _Apart:
+
+def _apart(one: Side, two: Side) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Return blocks that undo the first network's changes, if the second shares its modules."""
     if (
         isinstance(one, NetworkSide)

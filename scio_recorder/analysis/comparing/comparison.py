@@ -185,7 +185,10 @@ class Comparison:
         """Return the findings, given the architecture of the reference, and what made both."""
         first = self.first
         if first is not None:
-            first = replace(first, operation=operations[0], candidate_operation=operations[1])
+            own, other, why_none = operations
+            first = replace(
+                first, operation=own, candidate_operation=other, why_no_operation=why_none
+            )
         return Difference(
             architecture,
             {layer.pair.reference.label: layer.result() for layer in self._layers},

@@ -157,6 +157,8 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             there = self.first.candidate_operation
             if there is not None:
                 said.append(visible(f"In the candidate, {there.made_at}"))
+            if self.first.why_no_operation:
+                said.append(f"No operation is named: {self.first.why_no_operation}.")
             said.append(f"{self.count}, in {counted(self.num_samples, 'sample')}.")
             if self.first.inputs_equal is not True:
                 said.append(_ADVICE[self.first.inputs_equal])

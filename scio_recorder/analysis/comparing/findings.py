@@ -112,6 +112,8 @@ class FirstDifference:
         part. None if the codes have nothing in common, and if no operation that is seen makes it.
     candidate_operation : Operation or None
         The operation of the candidate at that place.
+    why_no_operation : str
+        With ``operations=True``, why there is none.
     """
 
     layer: Layer
@@ -124,6 +126,7 @@ class FirstDifference:
     part: int = 0
     operation: Operation | None = None
     candidate_operation: Operation | None = None
+    why_no_operation: str = ""
 
 
 def two_numbers(reference: Number | None, candidate: Number | None) -> list[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from itertools import pairwise, takewhile, zip_longest
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -26,9 +26,21 @@ from scio_recorder.analysis.comparing.traced_code import Given, Step
 from scio_recorder.layer import Operation
 
 Steps: TypeAlias = Sequence[Step]
-OperationPair: TypeAlias = tuple[Operation | None, Operation | None]
 _Inputs: TypeAlias = tuple[Given | None, Given | None]
-_NONE = None, None
+
+
+class OperationPair(NamedTuple):
+    """An operation of each code, or why there is none."""
+
+    own: Operation | None
+    other: Operation | None
+    why_none: str = ""
+
+
+_STRANGERS = OperationPair(None, None, "the two codes have no operation in common")
+_UNSEEN = OperationPair(
+    None, None, "no operation that is seen in the layer's own code makes the difference"
+)
 
 
 def first_operations(
@@ -47,7 +59,7 @@ def first_operations(
     """
     pairs = _aligned(own, other) if own and other else []
     if not any(own[at].row for at, _ in pairs) and not _are_alike(own, other):
-        return _NONE
+        return _STRANGERS
     for at, to in pairs:
         outputs = zip_longest(own[at].made, other[to].made)
         is_end = at == len(own) - 1
@@ -57,10 +69,15 @@ def first_operations(
         unequal = [(a, b) for a, b in inputs if _differ(a and a.value, b and b.value, tolerance)]
         # At the end, nothing is made of what is given.
         if not unequal and not is_end:
-            return own[at].row, other[to].row
+            return _pair(own[at].row, other[to].row)
         if unequal and received_same:
-            return _parting(own, other, pairs, unequal) or (own[at].row, other[to].row)
-    return _NONE
+            found = _parting(own, other, pairs, unequal)
+            return found or _pair(own[at].row, other[to].row)
+    return _UNSEEN
+
+
+def _pair(own: Operation | None, other: Operation | None) -> OperationPair:
+    return OperationPair(own, other) if own or other else _UNSEEN
 
 
 def _aligned(own: Steps, other: Steps) -> list[tuple[int, int]]:
@@ -93,9 +110,11 @@ def _parting(
             continue
         # Codes that part where modules are called have no line to be named.
         if not _rows(own[a + 1 : c]) + _rows(other[b + 1 : d]):
-            return _NONE
-        return _row_at(own, a + 1, c, other, b + 1), _row_at(other, b + 1, d, own, a + 1)
-    return _NONE if None in makers | makers_there else None
+            return _UNSEEN
+        return OperationPair(
+            _row_at(own, a + 1, c, other, b + 1), _row_at(other, b + 1, d, own, a + 1)
+        )
+    return _UNSEEN if None in makers | makers_there else None
 
 
 def _rows(code: Steps) -> list[Operation]:

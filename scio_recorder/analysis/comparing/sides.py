@@ -149,6 +149,11 @@ class NetworkSide:
             stack.callback(self._capture.remove)
         recorded = self._capture.recording
         self.receivers = {label: partial(self._receive, label) for label in recorded}
+        stack.callback(self._close)
+
+    def _close(self) -> None:
+        """Let go of all tensors, and of what would keep this object until garbage is collected."""
+        self.receivers, self._outputs, self._inputs = {}, {}, {}
 
     def load(self, block: SampleBlock) -> None:
         """Run the network on a batch."""

@@ -21,6 +21,7 @@ from scio_recorder.errors import ComparisonError, FlowError, UnsupportedNetError
 from scio_recorder.reductions import Digest, Mean
 from tests.analysis.comparing.faults import batches, make_net, planted
 from tests.analysis.comparing.test_compare import recorder
+from tests.garbage import garbage_left
 
 
 def hooks_of(net: nn.Module) -> list[int]:
@@ -354,6 +355,18 @@ def test_one_batch_at_a_time_is_in_memory() -> None:
 
     compare(*(Recorder(net, input_size=(3, 4)) for _ in range(2)), loader(), progress=False)
     assert max(alive) <= 2
+
+
+def test_no_tensor_waits_for_garbage_to_be_collected() -> None:
+    def num_tensors() -> int:
+        return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+
+    sides = [recorder(make_net()) for _ in range(2)]
+    compare(*sides, batches(), progress=False)
+    with garbage_left():
+        before = num_tensors()
+        compare(*sides, batches(), progress=False)
+        assert num_tensors() <= before
 
 
 @pytest.mark.parametrize(

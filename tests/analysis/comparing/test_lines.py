@@ -152,6 +152,31 @@ def test_codes_with_nothing_in_common() -> None:
     assert operations_of(lambda _, x: x.relu(), lambda _, x: x.exp()) == ("relu:0", "exp:0")
 
 
+@pytest.mark.parametrize(
+    ("code", "other", "said"),
+    [
+        (lambda _, x: (x * 2).sum(0), lambda _, x: x.exp(), "the two codes have no operation in"),
+        (
+            lambda _, x: x + 1,
+            lambda _, x: torch.from_numpy((x + 1).numpy() * 3),
+            "no operation that is seen in the layer's",
+        ),
+        (lambda _, x: x.exp(), lambda _, x: x.sin(), ""),
+    ],
+)
+def test_what_is_printed_says_why_there_is_no_operation(
+    code: Callable[..., Any], other: Callable[..., Any], said: str
+) -> None:
+    nets = (nn.Sequential(Code(function)) for function in (code, other))
+    both = [Recorder(net, input_size=(2, 4)) for net in nets]
+    difference = compare(*both, [torch.rand(2, 4) + 1], operations=True)
+    assert difference.first is not None
+    assert (difference.first.operation is None) == bool(said)
+    assert difference.first.why_no_operation.startswith(said)
+    printed = str(difference).replace("\n", " ")
+    assert ("No operation is named: " + said in printed) == bool(said)
+
+
 def test_assignments_and_memory_without_values() -> None:
     def assigned(start: int) -> Callable[..., Tensor]:
         def code(net: nn.Module, x: Tensor) -> Tensor:
