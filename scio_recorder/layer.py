@@ -444,17 +444,6 @@ def plain_label(label: RowIdx) -> RowIdx:
     return label if isinstance(label, OperationIdx) else (int(label[0]), int(label[1]))
 
 
-def is_operation_key(key: object) -> bool:
-    """Whether a key may be that of an operation, if no layer has it.
-
-    Examples
-    --------
-    >>> is_operation_key("h.3/add"), is_operation_key((3, 2, "add", 0)), is_operation_key("h.3")
-    (True, True, False)
-    """
-    return "/" in key if isinstance(key, str) else isinstance(key, tuple) and len(key) == 4
-
-
 def map_leaves(
     function: Callable[[Any], Any], value: Any, around: frozenset[int] = frozenset()
 ) -> Any:

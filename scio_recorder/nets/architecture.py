@@ -26,7 +26,6 @@ from scio_recorder.layer import (
     TensorSpec,
     counted,
     few,
-    is_operation_key,
     label_of,
     not_its_label,
     shapes_of,
@@ -238,7 +237,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         (1, 1)
         """
         label = label_of(key)
-        if is_operation_key(key) and key not in self._names:
+        if self.means_operation(key):
             return self._resolve_operation(key)
         if isinstance(key, str):
             if label is not None and label in self._rows:
@@ -253,6 +252,17 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         if label not in self._rows:
             raise LayerNotFoundError(no_such_label(label, self))
         return label
+
+    def means_operation(self, key: object) -> bool:
+        """Whether a key or a selector is one of operations: it has a slash, or four parts.
+
+        Parameters
+        ----------
+        key : object
+            Any. The name of a module that has a slash means this module.
+        """
+        has_place = "/" in key if isinstance(key, str) else isinstance(key, tuple) and len(key) == 4
+        return has_place and key not in self._names
 
     def labels_of(self, name: str) -> tuple[DepthIdx, ...]:
         """Return the labels of the executed calls of a module.

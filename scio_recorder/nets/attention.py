@@ -271,6 +271,8 @@ class _KernelAttention(Attention):
 
     query: Tensor
     key: Tensor
+    # Whether PyTorch has computed the weights step by step, in the dtype of the query.
+    _is_eager = False
 
     def __init__(self, given: Mapping[str, Any], output: Tensor) -> None:
         received = [given[name] for name in ("query", "key", "value")]
@@ -282,10 +284,12 @@ class _KernelAttention(Attention):
         self._given = given
 
     def _computed(self, heads: Tensor, queries: Tensor) -> Tensor:
-        scores = self._scores(heads, queries, _wide(self.query.dtype, self._device))
+        wide = _wide(self.query.dtype, self._device)
+        scores = self._scores(heads, queries, self.query.dtype if self._is_eager else wide)
+        weights = scores.softmax(-1).to(wide)
         # Kernels return zeros for a row that is masked whole.
         nothing = (scores == -math.inf).all(-1, keepdim=True)
-        return scores.softmax(-1).masked_fill_(nothing, 0.0)
+        return weights if self._is_eager else weights.masked_fill_(nothing, 0.0)
 
     def _scores(self, heads: Tensor, queries: Tensor, dtype: torch.dtype) -> Tensor:
         given = self._given
@@ -335,14 +339,7 @@ class _ProjectedAttention(_KernelAttention):
             given = {name: _rounded(one, output.dtype) for name, one in given.items()}
             super().__init__(projected(given), output)
         self._out = given["out_proj_weight"], given["out_proj_bias"]
-        # Then PyTorch computes the weights step by step, in the dtype of the query.
-        self._is_eager: bool = given["need_weights"]
-
-    def _computed(self, heads: Tensor, queries: Tensor) -> Tensor:
-        if not self._is_eager:
-            return super()._computed(heads, queries)
-        weights = self._scores(heads, queries, self.query.dtype).softmax(-1)
-        return weights.to(_wide(weights.dtype, self._device))
+        self._is_eager = given["need_weights"]
 
     def _difference(self, weights: Tensor, heads: Tensor, queries: Tensor) -> tuple[float, float]:
         # The output is a sum over all heads.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, Typ
 from torch import Tensor, nn
 
 from scio_recorder.errors import LayerNotFoundError, MutationError
-from scio_recorder.layer import RowIdx, describe, few, is_operation_key, map_leaves
+from scio_recorder.layer import RowIdx, describe, few, map_leaves
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.offers import nearest
 from scio_recorder.tensors.copies import dtype_name
@@ -179,7 +179,7 @@ class LayerMapping(Mapping["RowIdx", T], Generic[T]):
     def _label(self, key: object) -> RowIdx:
         """Resolve a key; the name of a module with several calls will do if only one is here."""
         rows: Sequence[RowIdx] = ()
-        if is_operation_key(key) and key not in self._architecture.names:
+        if self._architecture.means_operation(key):
             rows = self._architecture.operations_of(key)
         elif isinstance(key, str):
             rows = self._architecture.rows_of(key)

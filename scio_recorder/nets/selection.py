@@ -23,7 +23,6 @@ from scio_recorder.layer import (
     RowIdx,
     TensorSpec,
     few,
-    is_operation_key,
     label_of,
     not_its_label,
     plain_label,
@@ -110,7 +109,7 @@ def select_layers(
         A selector is for operations.
     """
     for selector in selectors:
-        if is_operation_key(selector) and selector not in architecture.names:
+        if architecture.means_operation(selector):
             raise SelectorTypeError(
                 f"{what} is for layers, and {selector!r} for operations inside them: name the "
                 "layers around these"
@@ -247,7 +246,7 @@ def select_modules(architecture: Architecture, selectors: Sequence[object]) -> t
                 f"layer {architecture[label]} is a further call of its module, but with "
                 f'calls="any" all calls are one entry: write {architecture[label].name!r}'
             )
-        if is_operation_key(selector) and selector not in architecture.names:
+        if architecture.means_operation(selector):
             _refuse_single_call(selector)
     return tuple(sorted({plain_label(first[_callee(architecture[label])]) for label in chosen}))
 
@@ -497,7 +496,7 @@ def _none_ran(architecture: Architecture, selector: object, matching: Sequence[R
 def _candidates(architecture: Architecture, selector: Any) -> Iterable[RowIdx]:
     """Return the layers that a selector matches, whether they ran or not."""
     label = label_of(selector)
-    if is_operation_key(selector) and selector not in architecture.names:
+    if architecture.means_operation(selector):
         operations = architecture.operations_of(selector)
         if not operations:
             raise LayerNotFoundError(no_such_operation(selector, architecture))

@@ -115,11 +115,9 @@ class Knockout:
                 f"queries, keys], not over dimension {dim} of {[*scores.shape]}"
             )
         changed = self._without(scores, scores.shape[:-2])
-        return (
-            Inputs((changed, *args[1:]), kwargs)
-            if args
-            else Inputs((), kwargs | {"input": changed})
-        )
+        if not args:
+            return Inputs((), kwargs | {"input": changed})
+        return Inputs((changed, *args[1:]), kwargs)
 
     def _of_mask(self, given: dict[str, Any]) -> dict[str, Any]:
         query, sizes = given["query"], (given["query"].shape[-2], given["key"].shape[-2])

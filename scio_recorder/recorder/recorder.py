@@ -33,7 +33,6 @@ from scio_recorder.layer import (
     RowIdx,
     counted,
     few,
-    is_operation_key,
     label_of,
     text_of,
 )
@@ -269,7 +268,7 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             raise SelectorTypeError(
                 'attention= needs layers whose calls are counted, not calls="any"'
             )
-        is_inside = attention is not False or any(map(self._is_inside, selectors))
+        is_inside = attention is not False or any(map(self.architecture.means_operation, selectors))
         architecture = self._with_operations() if is_inside else self.architecture
         recording = choose(architecture, selectors)
         self._warn_of_missed(architecture, selectors, recording)
@@ -320,9 +319,6 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             at: row for at, row in rows if at in chosen or row.layer.label in chosen
         }
         return Operations(architecture, inside, "operation")
-
-    def _is_inside(self, selector: object) -> bool:
-        return is_operation_key(selector) and selector not in self.architecture.names
 
     def _with_operations(self) -> Architecture:
         if self._operations is None:
