@@ -292,19 +292,7 @@ class Assigned:
     def _apply(self, function: Postprocessor, output: Any, layer: Layer) -> Any:
         """Post-process one output; None as the result means that it was changed in place."""
         before = _kinds(output)
-        try:
-            result = self._run(function, output)
-        except PostprocessorError as error:
-            error.add_note(f"raised by the post-processor of layer {layer}")
-            raise
-        except Exception as error:
-            where = f"the post-processor of layer {layer}"
-            if not _takes_one(function):
-                raise PostprocessorError(
-                    f"{where} takes other arguments than the layer's output, the only one that it "
-                    "is given: write a function of one argument, lambda output: ..."
-                ) from error
-            raise raised_by(where, error, PostprocessorError) from error
+        result = self._called(function, output, layer)
         if result is None:
             result = output
         expected = Tensor if isinstance(output, Tensor) else type(output)
@@ -323,6 +311,22 @@ class Assigned:
                 f"{_LIKE_IT}"
             )
         return result
+
+    def _called(self, function: Postprocessor, output: Any, layer: Layer) -> Any:
+        """Call a post-processor; an error names the layer."""
+        where = f"the post-processor of layer {layer}"
+        try:
+            return self._run(function, output)
+        except PostprocessorError as error:
+            error.add_note(f"raised by {where}")
+            raise
+        except Exception as error:
+            if not _takes_one(function):
+                raise PostprocessorError(
+                    f"{where} takes other arguments than the layer's output, the only one that it "
+                    "is given: write a function of one argument, lambda output: ..."
+                ) from error
+            raise raised_by(where, error, PostprocessorError) from error
 
     def _compare(self, before: _Kinds, after: _Kinds, layer: Layer, where: str) -> None:
         """Remember what a post-processor has changed that a network may not go on with."""

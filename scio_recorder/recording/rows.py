@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -161,8 +161,7 @@ class BatchRows:
                 f", and belongs to the {self.other_half}, which has as many positions as mask=, "
                 "but different ones (record it with the mask of its half)"
             )
-        is_shape = isinstance(was, tuple) and all(isinstance(length, int) for length in was)
-        if not is_shape:
+        if not _is_shape(was):
             return ""
         if labelled is not None and was[:number] != labelled:
             return f" (at labelling {was}, for {labelled}), which fits by chance"
@@ -299,11 +298,10 @@ class Source:
         if not isinstance(shapes, Mapping):
             # The shapes of positional arguments in order, or the shape of the only one.
             several = shapes if isinstance(shapes, tuple) else ()
-            alone = all(isinstance(length, int) for length in several)
+            alone = _is_shape(several)
             shapes = dict(zip(self.arguments, [several] if alone else several, strict=False))
         shape = shapes.get(name)
-        is_shape = isinstance(shape, tuple) and all(isinstance(length, int) for length in shape)
-        return shape if is_shape else None
+        return shape if _is_shape(shape) else None
 
     def labelled_as(self, name: str, number: int) -> tuple[int, ...] | None:
         """Return an argument's leading dimensions at labelling, if known.
@@ -535,6 +533,10 @@ def rows_or_none(rows: Any, error: type[RecorderError]) -> Rows | None:
     raise error(
         f"rows={rows!r}{hint}; give scio_recorder.Tokens(...), scio_recorder.Nodes(...) or None"
     )
+
+
+def _is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
+    return isinstance(value, tuple) and {*map(type, value)} <= {int}
 
 
 def _attribute(batch: Any, name: str) -> Any:
