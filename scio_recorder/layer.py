@@ -260,6 +260,8 @@ class Operation(Layer):
         Not known.
     layer : Layer
         The call of the module whose own code made it.
+    function, index : str, int
+        The name of the function, and which call of it this is, as in `label`.
     file : str
         The file of the line that made it: of the innermost frame outside of torch between the
         operation and the module's ``forward``, or of that ``forward`` if all is torch's own.
