@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from scio_recorder.capture.around import AroundPlain, Uncopied
 from scio_recorder.capture.checkpoint_regions import regions
@@ -51,15 +52,17 @@ class _RecordingMode(LibraryMode):
         # To look takes long. A pass that has to learn shows whether compiled functions are called.
         self._looks_around = around.skips_transforms or around.calls_compiled or log is None
 
-    def take(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function with its hook, if it has one, before and behind it."""
+    # Every recorded operation pays for this in every pass, and so it takes no other call.
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_compiling() or self.is_paused:
+            return func(*args, **kwargs)
         hook = self._hooks[func]
         if hook is None or (self._looks_around and self._around.is_unseen()):
             return func(*args, **kwargs)
         if self._sees_inputs:
             return _take_inputs(hook, func, args, kwargs)
         output = func(*args, **kwargs)
-        # Every recorded operation pays for this path in every pass.
         log = self._log
         if log is not None and isinstance(output, Tensor):
             try:

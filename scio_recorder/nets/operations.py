@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from scio_recorder.display.outline import Listed, Listing
@@ -53,16 +54,10 @@ class LibraryMode(TorchFunctionMode):
         """Call a function, and return what it returns."""
         raise NotImplementedError
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # The compiler follows this, and nothing behind it.
-        if torch.compiler.is_compiling() or self.is_paused:
+        if is_compiling() or self.is_paused:
             return func(*args, **kwargs)
         return self.take(func, args, kwargs)
 
@@ -112,8 +107,8 @@ def calling_line() -> tuple[str, int, str]:
     frame: Any = inspect.currentframe()
     frames = [frame]
     while frame is not None and frame.f_code.co_filename != _CALLS:
-        # Modes of several recorders may be around each other.
-        is_mode = frame.f_code is LibraryMode.__torch_function__.__code__
+        # Modes may be around each other.
+        is_mode = frame.f_code.co_name == "__torch_function__"
         frames = [] if is_mode else [*frames, frame]
         frame = frame.f_back
     outside = (one for one in frames if not one.f_code.co_filename.startswith(_TORCH))
