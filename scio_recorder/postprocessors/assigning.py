@@ -107,11 +107,11 @@ def _warn_of_mixed_heads(
 ) -> None:
     """Warn, once for all layers, if heads are changed behind a projection that has mixed them."""
     mixed = {}
-    for label, function in chosen.items():
+    heads = {label: one for label, one in chosen.items() if isinstance(one, Heads)}
+    for label, function in heads.items():
         layer = architecture[label]
-        right = isinstance(function, Heads) and _right_place(function, layer, architecture)
-        if right:
-            mixed[layer.label] = f"{function!r} acts on what layer {layer}", right
+        if right := _right_place(function, layer, architecture):
+            mixed[label] = f"{function!r} acts on what layer {layer}", right
     if mixed:
         (acts, right), *others = mixed.values()
         more = f" and {counted(len(others), 'other layer')}" if others else ""
