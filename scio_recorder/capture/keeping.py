@@ -96,9 +96,9 @@ class Setting:
         self.kinds = [kind] * len(program.expected), [kind] * len(program.expected)
         self.fast = program.never_fast
         self.is_fast = False
-        # The positions whose outputs were searched for tensors that no copy can have, each with the
+        # The layers whose outputs were searched for tensors that no copy can have, each with the
         # types of what was searched.
-        self.searched: set[tuple[Any, ...]] = set()
+        self.searched: set[object] = set()
 
     def learn(self, before: _Kinds, seen: Iterable[tuple[int, int, int]]) -> None:
         """Keep from now on as a pass has shown: OUTPUT or INPUT, position and kind."""

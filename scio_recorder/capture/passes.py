@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,18 +25,17 @@ from scio_recorder.capture.keeping import (
     offload,
 )
 from scio_recorder.capture.program import Program, Sink
-from scio_recorder.errors import FlowError, UnsupportedNetError
+from scio_recorder.errors import FlowError
 from scio_recorder.layer import RowIdx, few
 from scio_recorder.nets.attention_calls import AttentionRecords
 from scio_recorder.nets.calling_names import calling_name
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
-from scio_recorder.nets.refusals import cast_for
+from scio_recorder.nets.refusals import cast_for, refuse_unkeepable
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import Assigned
-from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import memories_of
 from scio_recorder.tensors.ownership import Hold, holder
-from scio_recorder.tensors.structures import Apart, holder_out_of_sight, taken_apart
+from scio_recorder.tensors.structures import taken_apart
 
 
 class StopForward(BaseException):
@@ -234,8 +233,7 @@ class Pass:
                 kinds = {self.kinds[INPUT][at] for at in self.program.positions[index]}
                 self._input_kinds[index] = LEARN if LEARN in kinds else max(kinds)
             kept, _ = keep(taken_apart(value), self._input_kinds[index], self._copied)
-        is_noted = self._sink is None and self.program.options.notes_moments
-        moment = LiveMoment.of(module, value) if is_noted and module is not None else None
+        moment = LiveMoment.of(module, value) if self._sink is None and module is not None else None
         self._pending.setdefault(index, []).append(_PendingInputs(args, kept, moment))
 
     def explain(self, error: Exception, inputs: Inputs) -> None:
@@ -266,7 +264,7 @@ class Pass:
         older = [start.has(tensor) for tensor in on_graph] if start is not None else []
         kept: Any = NOTHING
         if self._keeps_outputs:
-            self._refuse_unkeepable(apart, position, label)
+            refuse_unkeepable(self.program.architecture[label], apart, self.setting.searched)
             if self.program.options.offload:
                 kept = offload(apart)
             else:
@@ -277,30 +275,6 @@ class Pass:
             # Gradients are received whether anything is kept here or not.
             self.gradients.attach(call, on_graph, apart.rebuild, older)
         return kept
-
-    def _refuse_unkeepable(self, apart: Apart, position: int, label: RowIdx) -> None:
-        layer, searched = self.program.architecture[label], self.setting.searched
-        if isinstance(apart.value, Iterator):
-            raise UnsupportedNetError(
-                f"layer {layer} returns a {type(apart.value).__name__}, which can be read only "
-                "once, and the network reads it: record the layers inside this one"
-            )
-        # This looks at all that an object holds, and so only once in a setting for each type.
-        key = (position, *[type(part.held) for part in apart.shared])
-        holder = None if key in searched else holder_out_of_sight(apart.shared)
-        if holder is not None:
-            raise UnsupportedNetError(
-                f"layer {layer} returns a {type(holder).__name__} with tensors inside it, as in a "
-                "closure, a bound method or the keys of a dictionary. The network can overwrite "
-                "them, and no record can copy them: let the layer return the tensors themselves, "
-                "or record the layers inside this one"
-            )
-        searched.add(key)
-        if private.transform_around() is not None:
-            raise UnsupportedNetError(
-                f"layer {layer} runs inside a torch.func transform (vmap, grad, ...), whose "
-                "tensors die with the transform: record a layer around the transform"
-            )
 
     def finish(self) -> Ended:
         """Check the calls of the pass, and return what it leaves.

@@ -43,8 +43,6 @@ class RecordOptions:
     calls: Literal["labelled", "any"] = "labelled"
     # The layers whose attention is recorded.
     attention: tuple[DepthIdx, ...] = ()
-    # Whether calls with recorded inputs can run again; then their state is noted.
-    notes_moments: bool = True
 
 
 # Its name in files of recorders that an earlier version has pickled.

@@ -20,7 +20,7 @@ from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import usable_device
 from scio_recorder.tensors.copies import dtype_name
-from scio_recorder.tensors.structures import holder_out_of_sight, taken_apart, tensors
+from scio_recorder.tensors.structures import Apart, holder_out_of_sight, tensors
 
 _SHOWN = 8
 # One of these is in each message of torch about a dtype.
@@ -292,27 +292,26 @@ def cast_for(net: nn.Module | None, inputs: Inputs, error: BaseException) -> tup
     return None
 
 
-def refuse_unkeepable(layer: Layer, value: Any, searched: set[object]) -> None:
+def refuse_unkeepable(layer: Layer, apart: Apart, searched: set[object]) -> None:
     """Refuse what a layer returns if no copy of it would have all its tensors.
 
     Parameters
     ----------
     layer : Layer
         The layer.
-    value : Any
-        What it returns.
+    apart : Apart
+        What it returns, taken apart.
     searched : set
         The layers that were found in order, with the types of what they return: to look at all that
         an object holds takes long.
     """
-    if isinstance(value, Iterator):
+    if isinstance(apart.value, Iterator):
         raise UnsupportedNetError(
-            f"layer {layer} returns a {type(value).__name__}, which can be read only once, and the "
-            "network reads it: record the layers inside this one"
+            f"layer {layer} returns a {type(apart.value).__name__}, which can be read only once, "
+            "and the network reads it: record the layers inside this one"
         )
-    shared = taken_apart(value).shared
-    key = (layer, *[type(part.held) for part in shared])
-    holder = None if key in searched else holder_out_of_sight(shared)
+    key = (layer.label, *[type(part.held) for part in apart.shared])
+    holder = None if key in searched else holder_out_of_sight(apart.shared)
     if holder is not None:
         raise UnsupportedNetError(
             f"layer {layer} returns a {type(holder).__name__} with tensors inside it, as in a "

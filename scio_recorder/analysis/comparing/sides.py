@@ -32,7 +32,7 @@ from scio_recorder.reductions import Digest
 from scio_recorder.reductions.base import several
 from scio_recorder.tensors.copies import Copies, is_plain, twin
 from scio_recorder.tensors.digests import sample_digests
-from scio_recorder.tensors.structures import map_tensors
+from scio_recorder.tensors.structures import map_tensors, taken_apart
 
 _SHOWN, _MOST_POSITIONS = 5, 15
 
@@ -200,7 +200,7 @@ class NetworkSide:
 
     def _receive(self, label: RowIdx, value: Any) -> None:
         """Copy an output at the hook, or take digests of it."""
-        refuse_unkeepable(self.architecture[label], value, self._searched)
+        refuse_unkeepable(self.architecture[label], taken_apart(value), self._searched)
         if self._keeps_digests:
             self._outputs[label] = digests_of(_chosen(value, self._block.rows))
         else:
