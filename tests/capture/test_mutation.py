@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
-from scio_recorder.capture import passes
 from scio_recorder.errors import MutationError, UnsupportedNetError
+from scio_recorder.nets import refusals
 from tests.harness import executed, make_recorder
 from tests.oracle import Watch, differences, freeze, same_bits
 from tests.zoo import BY_NAME
@@ -363,13 +363,13 @@ def test_only_the_first_pass_looks_at_all_that_an_output_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked: list[Any] = []
-    search = passes.holder_out_of_sight
+    search = refusals.holder_out_of_sight
 
     def look(shared: Any) -> Any:
         looked.append(shared)
         return search(shared)
 
-    monkeypatch.setattr(passes, "holder_out_of_sight", look)
+    monkeypatch.setattr(refusals, "holder_out_of_sight", look)
     layer = Net(lambda net, x: {"hidden": net.inner(x), "say": str.upper}, inner=linear())
     rnet = recorder(nn.Sequential(layer), "0")
     for _ in range(3):
