@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ from scio_recorder.nets.selection import by_selector
 from scio_recorder.postprocessors.floating_map import check_postprocessor
 from scio_recorder.postprocessors.knockout import Knockout
 from scio_recorder.postprocessors.wrapping import Heads, OnInput
+from scio_recorder.tensors.arguments import takes
 from scio_recorder.tensors.structures import flatten, map_tensors
 
 # Names of attentions, and of the projections that make their queries, keys and values.
@@ -321,7 +321,7 @@ class Assigned:
             error.add_note(f"raised by {where}")
             raise
         except Exception as error:
-            if not _takes_one(function):
+            if not takes(function, 1):
                 raise PostprocessorError(
                     f"{where} takes other arguments than the layer's output, the only one that it "
                     "is given: write a function of one argument, lambda output: ..."
@@ -339,17 +339,6 @@ class Assigned:
             if (old, dtype) != (new, other):
                 change = f"the shape {old} to {new}" if old != new else f"{dtype} to {other}"
                 self._changes[where] = f"{change}: return a tensor of the same shape and dtype"
-
-
-def _takes_one(function: Postprocessor) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:
-        # Nothing is known about a function that is not written in Python.
-        return True
-    return True
 
 
 def _kinds(output: Any) -> _Kinds:

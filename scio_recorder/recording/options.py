@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Self, TypeAlias
@@ -22,7 +20,7 @@ from scio_recorder.recording.rows import Rows, rows_or_none
 from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.base import Reductions, several
 from scio_recorder.stores import Store
-from scio_recorder.tensors.arguments import floating_or_none, whole
+from scio_recorder.tensors.arguments import floating_or_none, takes, whole
 from scio_recorder.tensors.copies import dtype_name
 
 Transform: TypeAlias = Callable[[Any, Any], Tensor]
@@ -73,7 +71,7 @@ class CollectOptions:
             self.max_batches = whole("max_batches", self.max_batches, 1)
         for name in ("to_inputs", "sample_ids"):
             given = getattr(self, name)
-            if given is not None and not _takes(given, 1):
+            if given is not None and not takes(given, 1):
                 is_called = callable(given)
                 kind = f"is a {type(given).__name__}, and not a function"
                 raise CollectError(
@@ -124,7 +122,7 @@ class LayerOptions:
         self.transforms: dict[RowIdx, Transform] = {}
         for label, function in self._by_layer(asked.transform, "transform").items():
             self.transforms[label] = partial(aside, function)
-            if not _takes(function, 2):
+            if not takes(function, 2):
                 raise CollectError(
                     f"the transform of layer {self.architecture[label]} is {function!r}: it must "
                     "be callable, transform(activation, batch) -> Tensor [batch, ...]"
@@ -243,19 +241,6 @@ class LayerOptions:
 
 def _fits(spec: Any, labelled: tuple[int, ...] | None, number: int) -> bool:
     return isinstance(spec, TensorSpec) and spec.shape[:number] == (labelled or ())
-
-
-def _takes(function: Any, number: int) -> bool:
-    """Whether something can be called with this many arguments, as far as it says."""
-    if not callable(function):
-        return False
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    with suppress(TypeError):
-        return bool(signature.bind(*range(number)))
-    return False
 
 
 def _mode_of(net: nn.Module) -> str:

@@ -1,7 +1,8 @@
-"""Checks of arguments that are numbers, True or False, dtypes, or devices."""
+"""Checks of arguments that are numbers, True or False, dtypes, devices, or functions."""
 
 from __future__ import annotations
 
+import inspect
 from operator import index
 from typing import Any
 
@@ -146,3 +147,25 @@ def usable_device(value: torch.device | str, error: type[RecorderError]) -> torc
             f"device={value!r} can't be used here ({reason}): write a device of this machine, "
             f'such as "{name}"'
         ) from reason
+
+
+def takes(function: Any, number: int) -> bool:
+    """Whether something can be called with this many arguments, as far as it says.
+
+    Examples
+    --------
+    >>> takes(lambda x: x, 1), takes(lambda x: x, 2), takes(3, 1)
+    (True, False, False)
+    """
+    if not callable(function):
+        return False
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        # Nothing is known about a function that is not written in Python.
+        return True
+    try:
+        signature.bind(*range(number))
+    except TypeError:
+        return False
+    return True
