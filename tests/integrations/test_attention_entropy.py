@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from scio_recorder.integrations import lightning
 from scio_recorder.integrations.transformers import LayerStatsMonitor
 from scio_recorder.nets import attention
+from tests.integrations.trainer_arguments import quiet_arguments
 
 STATISTICS = ["attention_entropy"]
 
@@ -49,14 +50,8 @@ def trained(net: nn.Module, ids: Tensor, folder: Path, **options: Any) -> LayerS
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": len(ids),
         "max_steps": 1,
-        "logging_steps": 1,
-        "train_sampling_strategy": "sequential",
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
     }
-    arguments = TrainingArguments(str(folder), **(defaults | options))
+    arguments = quiet_arguments(folder, **(defaults | options))
     trainer = Trainer(net, arguments, train_dataset=[{"input_ids": x, "labels": x} for x in ids])
     monitor = LayerStatsMonitor(trainer, "*.attn", statistics=STATISTICS)
     trainer.add_callback(monitor)

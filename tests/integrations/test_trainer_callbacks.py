@@ -11,11 +11,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from scio_recorder import FlowError, NonFiniteError, Recorder
 from scio_recorder.errors import ArgumentError, LayerNotFoundError
 from scio_recorder.integrations.transformers import GuardCallback, LayerStatsMonitor
+from tests.integrations.trainer_arguments import quiet_arguments
 
 
 class Model(nn.Module):
@@ -59,14 +60,8 @@ def trainer(model: nn.Module, data: Tensor, folder: Path, **options: Any) -> Tra
         "lr_scheduler_type": "constant",
         "optim": "sgd",
         "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "train_sampling_strategy": "sequential",
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
     }
-    arguments = TrainingArguments(str(folder), **(defaults | options))
+    arguments = quiet_arguments(folder, **(defaults | options))
     return Trainer(model, arguments, train_dataset=[{"x": row} for row in data])
 
 
