@@ -148,19 +148,21 @@ class _Nothing:
     after = after_traced = before = __call__
 
 
-def keep_out_of_copies(module: nn.Module) -> None:
-    """Leave the hooks that are `Uncopied` out of a module's copies."""
-    owner = weakref.ref(module)
-    for name in private.AROUND_FORWARD:
-        reduce: Any = partial(_without_uncopied, owner, name)
-        vars(module)[name].__reduce_ex__ = reduce  # asked before the class's own
-
-
-def let_copy(module: nn.Module) -> None:
-    """Undo `keep_out_of_copies`, once no hook of the module is `Uncopied`."""
-    if not _uncopied(module):
+def keep_out_of_copies(*modules: nn.Module) -> None:
+    """Leave the hooks that are `Uncopied` out of the copies of some modules."""
+    for module in modules:
+        owner = weakref.ref(module)
         for name in private.AROUND_FORWARD:
-            vars(vars(module)[name]).pop("__reduce_ex__", None)
+            reduce: Any = partial(_without_uncopied, owner, name)
+            vars(module)[name].__reduce_ex__ = reduce  # asked before the class's own
+
+
+def let_copy(*modules: nn.Module) -> None:
+    """Undo `keep_out_of_copies` for those modules of which no hook is `Uncopied` any more."""
+    for module in modules:
+        if not _uncopied(module):
+            for name in private.AROUND_FORWARD:
+                vars(vars(module)[name]).pop("__reduce_ex__", None)
 
 
 def _without_uncopied(module: weakref.ref[nn.Module], name: str, protocol: int) -> tuple[Any, ...]:

@@ -20,7 +20,6 @@ from scio_recorder.capture.around import (
     Around,
     Uncopied,
     change_hooks,
-    entries,
     keep_out_of_copies,
     let_copy,
     take_out,
@@ -262,11 +261,11 @@ class Hooks:
                     module.register_forward_hook(hook.after)
                 if index in self._with_inputs and not self._own(before):
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
-            keep_out_of_copies(module)
         for module, hooks in self._own_code:
             # Nothing is seen of compiled code.
             if not private.calls_compiled(module):
                 self._attach_to_own_code(module, hooks)
+        keep_out_of_copies(*self._all)
         self._move_behind_others()
         self.is_attached = True
 
@@ -285,7 +284,6 @@ class Hooks:
             module.register_forward_hook(hook.pause)
         if not self._own(before, OwnCodeHook):
             module.register_forward_pre_hook(hook.resume)
-        keep_out_of_copies(module)
 
     def _is_newly_compiled(self, module: nn.Module) -> bool:
         """Whether a module is compiled, and our hook is not outside of the compiled call."""
@@ -302,21 +300,23 @@ class Hooks:
         self.is_attached = False
         for module in self._all:
             self._remove_from(module)
+        let_copy(*self._all)
 
     def _remove_from(self, module: nn.Module) -> None:
         take_out(module, lambda call: getattr(call, "site", None) is self._site)
         for hooks in private.forward_hooks(module):
-            for number in self._own(hooks) + self._own(hooks, OwnCodeHook):
+            for number in self._own(hooks, _Hook):
                 private.remove_hook(module, number)
-        let_copy(module)
 
-    def _own(self, hooks: Mapping[int, Any], kind: type[_Hook] = ModuleHook) -> list[int]:
+    def _own(self, hooks: Mapping[int, Any], kind: Any = ModuleHook) -> list[int]:
         """Return the numbers of our hooks: they are looked for, as interruptions lose handles."""
-        owners = [(number, getattr(hook, "__self__", None)) for number, hook in entries(hooks)]
+        local = self._site.local
+        # Reading the numbers alone can't be interrupted: others may change the hooks meanwhile.
         return [
             number
-            for number, owner in owners
-            if isinstance(owner, kind) and owner.local is self._site.local
+            for number in list(hooks)
+            if isinstance(owner := getattr(hooks.get(number), "__self__", None), kind)
+            and owner.local is local
         ]
 
     def make_last(self) -> None:
@@ -427,7 +427,7 @@ class CallHooks:
                 options = {"with_kwargs": True, "always_call": hook.always}
                 handle = module.register_forward_hook(after, **options)
                 self._added.append((weakref.ref(module), handle))
-            keep_out_of_copies(module)
+        keep_out_of_copies(*(hook.module for hook in hooks))
 
     def remove(self, *, waits: bool = True) -> None:
         """Remove all of them; a finalizer must not wait."""
@@ -438,9 +438,7 @@ class CallHooks:
 def _remove(added: Sequence[tuple[weakref.ref[nn.Module], RemovableHandle]]) -> None:
     for _, handle in added:
         handle.remove()
-    for module in {reference() for reference, _ in added}:
-        if module is not None:
-            let_copy(module)
+    let_copy(*{module for reference, _ in added if (module := reference()) is not None})
 
 
 class _ObservingHook(Uncopied):
