@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import io
 import shutil
 import sys
@@ -51,6 +50,7 @@ from scio_recorder.nets.selection import (
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
 from scio_recorder.recorder.analysis_methods import AnalysisMethods
 from scio_recorder.tensors import private, private_distributed
+from scio_recorder.tensors.arguments import signature_of
 
 if TYPE_CHECKING:
     from torchinfo import ModelStatistics
@@ -84,7 +84,7 @@ def _refuse_mistaken(net: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Refuse a keyword that means ``activation_postproc``, which the network might ignore."""
     for name in kwargs:
         is_meant = "post" in name and "proc" in name
-        if is_meant and name not in inspect.signature(net.forward).parameters:
+        if is_meant and name not in signature_of(net.forward).parameters:
             raise PostprocessorError(
                 f"{name}= would go to the network, whose forward takes no such argument: write "
                 "activation_postproc="

@@ -16,6 +16,7 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import cast_for
 from scio_recorder.recording.feed import counting_tensor
 from scio_recorder.recording.rows import Source, advice_on_lists
+from scio_recorder.tensors.arguments import signature_of
 from scio_recorder.tensors.copies import dtype_name
 
 _LABELS = {"label", "labels", "target", "targets", "y"}
@@ -42,11 +43,9 @@ def advise_evaluation(net: nn.Module) -> None:
         if module.training and _differs_in_training(module)
     ]
     if found:
-        verb = "behaves" if len(found) == 1 else "behave"
         warn(
-            f"the net is in training mode, where {few(found, _SHOWN)} {verb} "
-            "differently than in evaluation mode: call net.eval() before collect(...) unless you "
-            "mean this",
+            "the net is in training mode, which changes what some layers do, here "
+            f"{few(found, _SHOWN)}: call net.eval() before collect(...) unless you mean this",
             CollectWarning,
         )
 
@@ -95,7 +94,7 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
 
 def takes_positions(net: nn.Module) -> bool:
     """Whether a net takes ``position_ids``, or hands them on."""
-    parameters = _signature(net).parameters
+    parameters = signature_of(net.forward).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return _POSITIONS in parameters or (takes_any and any(map(takes_positions, net.children())))
 
@@ -187,17 +186,9 @@ def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> None:
     warn(text, CollectWarning)
 
 
-def _signature(net: nn.Module) -> inspect.Signature:
-    """Return the parameters of a net's forward; any are taken if it does not tell them."""
-    try:
-        return inspect.signature(net.forward)
-    except (TypeError, ValueError):
-        return inspect.signature(lambda *args, **kwargs: None)
-
-
 def _second_parameter(net: nn.Module) -> inspect.Parameter | None:
     """Return the second positional parameter of a net's forward, if it can be another input."""
-    parameters = list(_signature(net).parameters.values())[:2]
+    parameters = list(signature_of(net.forward).parameters.values())[:2]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if len(parameters) < 2 or any(one.kind not in kinds for one in parameters):
         return None
@@ -290,7 +281,7 @@ def _advice_on_dtype(error: Exception, net: nn.Module, inputs: Inputs, batch: An
 
 def _refused(net: nn.Module, inputs: Inputs) -> str:
     """Return a sentence on why a net's forward can't be called like this; empty if it can."""
-    signature = _signature(net)
+    signature = signature_of(net.forward)
     unknown = [name for name in inputs.kwargs if name not in signature.parameters]
     try:
         signature.bind(*inputs.args, **inputs.kwargs)

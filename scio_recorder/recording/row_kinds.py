@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ from scio_recorder.recording.rows import (
     Source,
     advice_on_lists,
 )
+from scio_recorder.tensors.arguments import signature_of
 
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
@@ -204,7 +204,7 @@ def _is_pair(source: Source) -> bool:
     """Whether a net has an encoder and a decoder, each with positions of its own."""
     is_given = any(source.arguments.get(name) is not None for name in _DECODER)
     is_pair = getattr(getattr(source.net, "config", None), "is_encoder_decoder", False) is True
-    return is_given or (is_pair and _DECODER[0] in inspect.signature(source.net.forward).parameters)
+    return is_given or (is_pair and _DECODER[0] in signature_of(source.net.forward).parameters)
 
 
 def _owners(source: Source, segments: Tensor, shape: tuple[int, int]) -> tuple[Tensor, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from operator import index
 from typing import Any
 
@@ -160,12 +161,22 @@ def takes(function: Any, number: int) -> bool:
     if not callable(function):
         return False
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        # Nothing is known about a function that is not written in Python.
-        return True
-    try:
-        signature.bind(*range(number))
+        signature_of(function).bind(*range(number))
     except TypeError:
         return False
     return True
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the parameters of a function; any arguments if it does not tell them.
+
+    Examples
+    --------
+    >>> signature_of(lambda x: x), signature_of(dict)
+    (<Signature (x)>, <Signature (*args, **kwargs)>)
+    """
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        # Functions that are not written in Python need not tell.
+        return inspect.signature(lambda *args, **kwargs: None)
