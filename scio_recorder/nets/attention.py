@@ -112,6 +112,12 @@ class Attention(ABC):
                 obj=self,
             )
 
+        def __getitem__(self, index: Any) -> Any:
+            raise TypeError(
+                "rnet.attention[layer] is an Attention, no tensor: for one [batch, heads, queries, "
+                "keys] write rnet.attention[layer].weights()"
+            )
+
     def weights(self, heads: Index = None, queries: Index = None) -> Tensor:
         """Return weights of attention, computed for some heads and queries.
 

@@ -8,13 +8,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from scio_recorder.layer import few
+
 _OFFERED, _LISTED = 4, 12
+_TRANSFORMERLENS = "docs/how-to/coming-from-transformerlens.md"
 # How alike an attribute must be to be offered, from 0 to 1.
 _ALIKE = 0.7
 # A number that is a whole component of a name, such as that of a block.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^./])")
-# What libraries write short in names, and long in the names of types.
-_LONG_FORMS = {"attn": "attention"}
 
 
 def offer(wanted: str, names: Iterable[str], types: Mapping[str, str] | None = None) -> str:
@@ -37,13 +38,13 @@ def offer(wanted: str, names: Iterable[str], types: Mapping[str, str] | None = N
     "the closest name is 'h.*.self_attn'"
     """
     known = list(filter(None, names))
+    if "hook_" in wanted and not any("hook_" in name for name in known):
+        return f"names of TransformerLens stand beside those here in {_TRANSFORMERLENS}"
     close = fnmatch.filter(known, f"*.{wanted}") or _close(wanted, known)
     close = close or _of_types(wanted, types or {})
     if close:
         return _closest_are(_joined(close)[:_OFFERED])
-    shown = _overview(known)
-    more = ", ..." * (len(shown) > _LISTED)
-    return f"there are {', '.join(map(repr, shown[:_LISTED]))}{more}" if known else "there are none"
+    return f"there are {few(_overview(known), _LISTED, repr) or 'none'}"
 
 
 def _close(wanted: str, known: list[str]) -> list[str]:
@@ -60,8 +61,8 @@ def _close(wanted: str, known: list[str]) -> list[str]:
 
 
 def _of_types(wanted: str, types: Mapping[str, str]) -> list[str]:
-    word = _last_word(wanted).lower()
-    word = _LONG_FORMS.get(word, word)
+    # Names are often shorter than those of types.
+    word = re.sub("attn$", "attention", _last_word(wanted).lower())
     return [name for name, kind in types.items() if name and word and word in kind.lower()]
 
 
@@ -110,5 +111,6 @@ def _overview(names: list[str]) -> list[str]:
 
 
 def _closest_are(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names))
-    return f"the closest {'name is' if len(names) == 1 else 'names are'} {shown}"
+    return (
+        f"the closest {'name is' if len(names) == 1 else 'names are'} {few(names, _OFFERED, repr)}"
+    )

@@ -530,10 +530,11 @@ def _no_such_module(architecture: Architecture, name: str) -> str:
             f"no module has the qualified name {name!r}; to choose by type, give the class {kind} "
             f'and not its name, or lambda layer: layer.type_name == "{kind}"'
         )
-    if callable(getattr(rows[0].module, name, None)):
-        return f"{name!r} is a method of the {rows[0].type_name}, and only modules are layers"
     hint, function = "", re.split(r"[.:]\d*", name.partition(":")[0])[-1]
-    if callable(getattr(torch, function, getattr(functional, function, None))):
+    found = getattr(functional, function, getattr(torch, function, None))
+    # No code calls functions that are not documented, and the end of a name means a module.
+    is_module = any(row.name.endswith(f".{function}") for row in rows)
+    if callable(found) and found.__doc__ and not is_module:
         hint = f'; calls of the function are operations: record("*/{function}")'
     elif "\\" in name:
         hint = "; a pattern is given compiled, as re.compile(...)"
@@ -556,11 +557,6 @@ def _is_of(layer: Layer, kind: type[nn.Module]) -> bool:
 
 
 def _holds(predicate: Callable[[Layer], Any], layer: Layer) -> bool:
-    if isinstance(getattr(predicate, "__self__", None), nn.Module):
-        raise SelectorTypeError(
-            f"{_shown(predicate)} is a method of a module, and only modules are layers: give the "
-            "modules that it calls, or what it calls as operations"
-        )
     try:
         answer = predicate(layer)
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,7 @@ def test_keywords_that_are_inputs() -> None:
         Recorder(net, **given)
     data = eval(code_in(caught.value, "{"), given)
     assert Recorder(net, input_data=data).architecture[0, 1].executed
-    with pytest.raises(MissingInputError, match="write input_data= in place of example="):
+    with pytest.raises(MissingInputError, match="or input_data= a tensor"):
         Recorder(net, example=IDS)
 
 
@@ -286,7 +286,8 @@ def test_texts_are_tokenized(batch: Any) -> None:
         ("h.1", "the closest name is 'transformer.h.1'"),
         ("*.gelu", "the closest name is 'transformer.h.*.mlp.act'"),
         ("softmax", 'calls of the function are operations: record("*/softmax")'),
-        ("generate", "'generate' is a method of the GPT2LMHeadModel"),
+        ("blocks.0.hook_resid_post", "in docs/how-to/coming-from-transformerlens.md"),
+        ("*.attn.hook_pattern", "in docs/how-to/coming-from-transformerlens.md"),
         ("nn.LayerNorm", 'or lambda layer: layer.type_name == "LayerNorm"'),
     ],
 )
@@ -296,10 +297,8 @@ def test_names_of_blocks(selector: str, says: str) -> None:
         rnet.record(selector)
 
 
-def test_methods_and_numbers_are_no_layers() -> None:
+def test_numbers_are_no_layers() -> None:
     rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 2))
-    with pytest.raises(SelectorTypeError, match="is a method of a module"):
-        rnet.record(rnet.net.train)
     with pytest.raises(SelectorTypeError, match='or "0" for the layer of this name'):
         rnet.record(0)
 
@@ -348,3 +347,14 @@ def test_attention_is_no_tensor() -> None:
     attention: Any = rnet.attention["transformer.h.0.attn"]
     with pytest.raises(AttributeError, match=r"no attribute 'shape': its weights\(\)"):
         _ = attention.shape
+    with pytest.raises(TypeError, match=r"write rnet\.attention\[layer\]\.weights\(\)$"):
+        _ = attention[0]
+
+
+@pytest.mark.parametrize("selector", ["1.convolution", "2.relu"])
+def test_operations_are_thought_of_only_where_they_are_meant(selector: str) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Sequential(OrderedDict(relu=nn.ReLU())))
+    rnet = Recorder(net, input_size=(1, 2))
+    with pytest.raises(LayerNotFoundError) as caught:
+        rnet.record(selector)
+    assert "operations" not in str(caught.value)
