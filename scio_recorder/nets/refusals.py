@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private
-from scio_recorder.tensors.arguments import usable_device
+from scio_recorder.tensors.arguments import signature_of, usable_device
 from scio_recorder.tensors.copies import dtype_name
 from scio_recorder.tensors.structures import Apart, holder_out_of_sight, tensors
 
@@ -62,8 +61,8 @@ def check_supported(net: Any, device: Any = None) -> None:
         raise UnsupportedNetError(_not_a_module(net))
     if not takes_hooks(net):
         raise UnsupportedNetError(
-            f"{_name(net)} is a TorchScript module, whose submodules run without hooks: give the "
-            "module that it was made from"
+            f"{type(net).__name__} is a TorchScript module, whose submodules run without hooks: "
+            "give the module that it was made from"
         )
     if private.is_compiled(net):
         raise UnsupportedNetError(
@@ -73,13 +72,7 @@ def check_supported(net: Any, device: Any = None) -> None:
     if device is not None:
         usable_device(device, LabellingError)
     refuse_part_of_fsdp(net)
-    count = len(list(net.modules()))
-    for name, module in net.named_modules(remove_duplicate=False):
-        if name.count(".") >= count:
-            raise UnsupportedNetError(
-                f"the module {name!r} contains itself: hold a reference to an outer module in a "
-                "tuple, so that it does not become a submodule"
-            )
+    for name, module in net.named_modules():
         _check_module(name, module)
 
 
@@ -93,8 +86,8 @@ def _check_module(name: str, module: nn.Module) -> None:
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if any(is_lazy(tensor) for tensor in tensors):
         raise UnsupportedNetError(
-            f"{where} ({_name(module)}) is not initialised, and labelling must not do that for "
-            "you: run the net once on an input, then wrap it"
+            f"{where} ({type(module).__name__}) is not initialised, and labelling must not "
+            "do that for you: run the net once on an input, then wrap it"
         )
 
 
@@ -104,58 +97,36 @@ def _not_a_module(net: Any) -> str:
     return f"a net must be a torch.nn.Module, not {type(net).__name__}"
 
 
-def _name(module: nn.Module) -> str:
-    return str(getattr(module, "original_name", type(module).__name__))
-
-
 def not_a_size(given: Any) -> str:
     """Return the message about an ``input_size`` that is neither a tuple nor a list.
 
     Examples
     --------
-    >>> not_a_size("1,3,8,8")
-    "input_size='1,3,8,8' is no shape: write input_size=(1, 3, 8, 8), batch dimension included"
+    >>> not_a_size(8)
+    'input_size=8 is no shape: write input_size=(1, 8), batch dimension included'
     """
     if isinstance(given, Tensor | np.ndarray):
         return (
             f"input_size is an input, not a shape: write input_data=, with what was given, or "
             f"input_size={tuple(given.shape)}"
         )
-    numbers = tuple(map(int, re.findall(r"\d+", str(given)))) or (3, 32, 32)
-    shape = numbers if len(numbers) > 1 and numbers[0] == 1 else (1, *numbers)
+    shape = (1, given) if isinstance(given, int) else (1, 3, 32, 32)
     return f"input_size={given!r} is no shape: write input_size={shape}, batch dimension included"
 
 
 def _shown(given: Any) -> str:
-    if isinstance(given, np.ndarray):
-        return f"a NumPy array of shape {given.shape}"
-    if isinstance(given, Tensor | Mapping | list | tuple) and tensors(given):
-        return f"tensors of shape {map_leaves(_shape, given)}"
-    return repr(given)[:300]
+    kind = "tensors of shape " * bool(tensors(given))
+    return f"{kind}{map_leaves(_shape, given)!r:.300}"
 
 
 def _shape(leaf: Any) -> Any:
-    is_plain = leaf is None or isinstance(leaf, int | float | str)
-    return tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf if is_plain else type(leaf)
-
-
-def arguments_of(net: nn.Module) -> str:
-    """Return a clause that names what the forward of a network takes; empty for one argument.
-
-    Examples
-    --------
-    >>> arguments_of(nn.Bilinear(2, 2, 1)), arguments_of(nn.ReLU())
-    ('its forward takes input1, input2', '')
-    """
-    names = _argument_names(net)
-    return f"its forward takes {few(names, _SHOWN)}" if len(names) > 1 else ""
+    if isinstance(leaf, Tensor | np.ndarray):
+        return tuple(leaf.shape)
+    return leaf if leaf is None or isinstance(leaf, int | float | str) else type(leaf)
 
 
 def _argument_names(net: nn.Module) -> list[str]:
-    try:
-        parameters = inspect.signature(net.forward).parameters.values()
-    except (TypeError, ValueError):
-        return []
+    parameters = signature_of(net.forward).parameters.values()
     return [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
 
 
@@ -166,8 +137,6 @@ def no_input(net: nn.Module, given: Sequence[str]) -> str:
     --------
     >>> no_input(nn.Bilinear(2, 2, 1), ["input1", "input2"])
     'labelling runs the net once ... write input_data={"input1": input1, "input2": input2}'
-    >>> no_input(nn.ReLU(), ["example"])
-    'labelling runs the net once ... write input_data= in place of example='
     """
     advice = (
         "write input_size=(1, 3, 32, 32), batch dimension included, or input_data= a tensor, a "
@@ -176,8 +145,6 @@ def no_input(net: nn.Module, given: Sequence[str]) -> str:
     if given and set(given) <= set(_argument_names(net)):
         entries = ", ".join(f'"{name}": {name}' for name in given)
         advice = f"write input_data={{{entries}}}"
-    elif given:
-        advice = f"write input_data= in place of {given[0]}="
     return f"labelling runs the net once and needs an input for that: {advice}"
 
 
@@ -216,9 +183,7 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     else:
         advice += _advice_on_arguments(net, inputs, cause)
     parts = (*inputs.args, *inputs.kwargs.values()) if inputs else (value,)
-    shown = _shown(value)
     if any(isinstance(part, np.ndarray) for part in parts):
-        shown = ", ".join(map(_shown, parts))
         advice = "Probably it takes tensors, not NumPy arrays: convert them by torch.from_numpy(x)"
     if inputs is None and isinstance(value, Iterable) and not isinstance(value, str | np.ndarray):
         advice = (
@@ -229,7 +194,7 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     if is_shape and (len(parts) == 1 or (len(parts) == 3 and parts[0] in (1, 3))):
         advice += f". For one sample of shape {parts}, write input_size={(1, *parts)}"
     return (
-        f"the dry run of {type(net).__name__} on {given}={shown} failed with "
+        f"the dry run of {type(net).__name__} on {given}={_shown(value)} failed with "
         f"{type(cause).__name__}: {cause}\n{advice}"
     )
 
@@ -245,7 +210,7 @@ def _advice_on_arguments(net: nn.Module, inputs: Inputs | None, cause: BaseExcep
             f". It has a decoder, which needs an input, too: write input_data={{"
             f'"{names[0]}": x, "{decoder}": ids}}'
         )
-    return f". Here {arguments_of(net)}"
+    return f". Here its forward takes {few(names, _SHOWN)}"
 
 
 def cast_for(net: nn.Module | None, inputs: Inputs, error: BaseException) -> tuple[str, str] | None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from scio_recorder.capture.engine import Capture
 from scio_recorder.errors import CollectError
-from scio_recorder.layer import RowIdx, TensorSpec, few, text_of
-from scio_recorder.nets.selection import by_selector, select, selector_for
+from scio_recorder.layer import Layer, RowIdx, TensorSpec, few, text_of
+from scio_recorder.nets.selection import by_selector, selector_for
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
 from scio_recorder.recording.recipes import recipes_of
 from scio_recorder.recording.rows import Rows, rows_or_none
@@ -165,7 +165,7 @@ class LayerOptions:
         return selector_for(self.architecture, label, self.recording)
 
     def leaving_out(self, label: RowIdx, labelled: tuple[int, ...] | None) -> str:
-        """Return how to leave out a layer and others that can't be kept; empty without others.
+        """Return how to leave out all layers that can't be kept; empty if it is one, or all are.
 
         Parameters
         ----------
@@ -174,20 +174,13 @@ class LayerOptions:
         labelled : tuple of int or None
             The lengths of the leading dimensions at labelling, if known.
         """
-        number = len(labelled or ())
-        unfit = [
-            row
-            for row in map(self.architecture.__getitem__, self.recording)
-            if row.label == label
-            or (row.label not in self.transforms and not _fits(row.output_spec, labelled, number))
-        ]
-        covered = select(self.architecture, [self.selector_for(label)])
-        others = [row for row in unfit if row.label not in covered]
-        if not others or len(unfit) == len(self.recording):
+        rows = [self.architecture[at] for at in self.recording if at not in self.transforms]
+        unfit = [row for row in rows if row.label == label or not _fits(row, labelled or ())]
+        if len(unfit) in (1, len(self.recording)):
             return ""
         labels = ", ".join(str(tuple(row.label)) for row in unfit)
         return (
-            f". {few(others, 4)} can't be kept either: to leave all of these out, write "
+            f". To leave out all layers that can't be kept ({few(unfit, 4)}), write "
             f"rnet.record(*set(rnet.recording) - {{{labels}}})"
         )
 
@@ -239,8 +232,9 @@ class LayerOptions:
         return by_selector(self.architecture, self.recording, given, what, CollectError)
 
 
-def _fits(spec: Any, labelled: tuple[int, ...] | None, number: int) -> bool:
-    return isinstance(spec, TensorSpec) and spec.shape[:number] == (labelled or ())
+def _fits(row: Layer, leading: tuple[int, ...]) -> bool:
+    spec = row.output_spec
+    return isinstance(spec, TensorSpec) and spec.shape[: len(leading)] == leading
 
 
 def _mode_of(net: nn.Module) -> str:

