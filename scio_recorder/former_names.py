@@ -13,6 +13,7 @@ from types import ModuleType
 MOVED = {
     "analysis.alikeness": "analysis",
     "analysis.alikeness.similarity": "analysis.similarity",
+    "analysis.guarding.guarded_calls": "analysis.guarding.guard",
     "analysis.guarding.kept_call": "analysis.guarding.origin",
     "analysis.sweeping": "analysis",
     "analysis.sweeping.effects": "analysis.effects",

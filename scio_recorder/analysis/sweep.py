@@ -43,7 +43,7 @@ from scio_recorder.nets.sharded import is_sharded
 from scio_recorder.nets.state.untouched import NetState, untouched
 from scio_recorder.postprocessors.floating_map import describe
 from scio_recorder.tensors import private
-from scio_recorder.tensors.arguments import boolean
+from scio_recorder.tensors.arguments import booleans
 from scio_recorder.tensors.copies import is_dense, twin, with_float64
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 
@@ -71,7 +71,7 @@ def sweep(
     clean, corrupted, metric, positions, estimate, whole_runs
         As in ``Recorder.sweep``.
     """
-    boolean("estimate", estimate, ArgumentError)
+    booleans(ArgumentError, estimate=estimate)
     if whole_runs is not None:
         warn(
             "whole_runs= does nothing any more: each run of a sweep is a whole run, so leave it out"

@@ -176,8 +176,9 @@ def _without_uncopied(module: weakref.ref[nn.Module], name: str, protocol: int) 
 def _uncopied(module: nn.Module) -> set[int]:
     return {
         key
-        for hooks in private.forward_hooks(module)
-        for key, hook in (entries(hooks) if hooks else ())
+        for name in private.FORWARD_HOOKS
+        if vars(module)[name]
+        for key, hook in entries(vars(module)[name])
         if isinstance(getattr(hook, "__self__", hook), Uncopied)
     }
 

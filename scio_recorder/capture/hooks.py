@@ -427,7 +427,7 @@ class CallHooks:
                 options = {"with_kwargs": True, "always_call": hook.always}
                 handle = module.register_forward_hook(after, **options)
                 self._added.append((weakref.ref(module), handle))
-        keep_out_of_copies(*(hook.module for hook in hooks))
+        keep_out_of_copies(*[hook.module for hook in hooks])
 
     def remove(self, *, waits: bool = True) -> None:
         """Remove all of them; a finalizer must not wait."""

@@ -19,7 +19,7 @@ from scio_recorder.recording.statistics import (
     RunningStatistics,
     check_names,
 )
-from scio_recorder.tensors.arguments import boolean, whole
+from scio_recorder.tensors.arguments import booleans, whole
 
 if TYPE_CHECKING:
     from scio_recorder.analysis.guarding.guard import Action, Guard
@@ -52,7 +52,8 @@ class StepObserver:
         self._selectors = tuple(selectors)
         known = (*STATISTICS, *OF_UNITS, ATTENTION_ENTROPY)
         self._statistics = check_names(statistics, known)
-        self._gradients = boolean("gradients", gradients, ArgumentError)
+        booleans(ArgumentError, gradients=gradients)
+        self._gradients = gradients
         self._modules: dict[str, nn.Module] = {}
         self._running: dict[tuple[bool, str], RunningStatistics] = {}
         self._tracker: Tracker | None = None

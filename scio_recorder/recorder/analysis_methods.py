@@ -128,7 +128,7 @@ class AnalysisMethods(Collecting):
         >>> guard.origin.layer.name, guard.origin.num_nan, guard.origin.sample
         ('1', 2, 1)
         """
-        from scio_recorder.analysis.guarding.guarded_calls import guarded
+        from scio_recorder.analysis.guarding.guard import guarded
 
         options = {"gradients": gradients, "keep_inputs": keep_inputs, "operations": operations}
         return guarded(self.architecture, action, kinds, **options)

@@ -50,36 +50,28 @@ def whole(name: str, value: object, least: int, error: type[RecorderError] = Col
     return number
 
 
-def boolean(name: str, value: object, error: type[RecorderError]) -> bool:
-    """Return True or False; refuse other values, many of which would count as True.
+def booleans(error: type[RecorderError], **given: object) -> None:
+    """Refuse values other than True and False, many of which would count as True.
 
     Parameters
     ----------
-    name : str
-        The argument, for the message.
-    value : object
-        The given value.
     error : type
         The class of the error.
-
-    Returns
-    -------
-    bool
-        The value.
+    **given : object
+        The values, by the names of the arguments.
 
     Raises
     ------
     `error`
-        It is neither.
+        One of them is neither.
 
     Examples
     --------
-    >>> boolean("gradients", True, CollectError)
-    True
+    >>> booleans(CollectError, gradients=True, operations=False)
     """
-    if not isinstance(value, bool):
-        raise error(f"{name}={value!r}: write True or False")
-    return value
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise error(f"{name}={value!r}: write True or False")
 
 
 def floating_or_none(value: Any, error: type[RecorderError]) -> torch.dtype | None:

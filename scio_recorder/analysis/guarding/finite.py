@@ -124,7 +124,10 @@ class Known:
         tensor : torch.Tensor
             Of any kind.
         """
-        version, known = version_of(tensor), self._found.get(id(tensor))
+        # Most tensors are plain: what is asked here spares them a call.
+        is_counted = type(tensor) in _PLAIN and not tensor.is_inference()
+        version = tensor._version if is_counted else version_of(tensor)
+        known = self._found.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == version != -1:
             return known[2]
         found = examine(tensor)
@@ -153,3 +156,8 @@ class Known:
                 if one is not None:
                     found.append(one)
         return found
+
+    def nodes(self) -> set[Any]:
+        """Return the nodes of the graph that have made the tensors examined so far."""
+        known = self._found.values()
+        return {one.grad_fn for reference, *_ in known if (one := reference()) is not None}

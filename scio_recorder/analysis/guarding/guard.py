@@ -1,10 +1,41 @@
-"""What a guard has found."""
+"""The guard: its findings, and the two hooks on each module by which it examines all calls.
+
+NOTE [Which calls are running]
+
+Each thread has a list of the calls that it runs, from the outermost on. Torch calls no hook after a
+call that something like ``KeyboardInterrupt`` has ended. So each entry holds the frame that called
+its first hook: a call whose frame is not on the stack any more has ended, and so have those in it.
+"""
 
 from __future__ import annotations
 
-from scio_recorder.analysis.guarding.checks import Action, Checks
-from scio_recorder.analysis.guarding.origin import Origin
+import contextlib
+import inspect
+import sys
+from collections.abc import Collection, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from scio_recorder.analysis.guarding.checks import Action, Checks, GuardedCall
+from scio_recorder.analysis.guarding.finite import Known
+from scio_recorder.analysis.guarding.guarded_code import GuardedCode
+from scio_recorder.analysis.guarding.guarded_gradients import attach
+from scio_recorder.analysis.guarding.origin import KeptInputs, Origin
+from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
+from scio_recorder.capture.hooks import CallHook, CallHooks
+from scio_recorder.capture.own_code import AroundCode
+from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
 from scio_recorder.layer import counted
+from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.hookable import takes_hooks
+from scio_recorder.nets.records import Inputs
+from scio_recorder.tensors import private
+from scio_recorder.tensors.arguments import booleans
+from scio_recorder.tensors.digests import Weights
 
 __all__ = ["Action", "Guard", "Origin"]
 
@@ -62,3 +93,182 @@ class Guard:
 
     def __repr__(self) -> str:
         return f"Guard({self})"
+
+
+@contextlib.contextmanager
+def guarded(
+    architecture: Architecture,
+    action: Action,
+    kinds: Collection[str],
+    *,
+    gradients: bool,
+    keep_inputs: bool,
+    operations: bool,
+) -> Iterator[Guard]:
+    """Check every call of a network's modules inside a block.
+
+    Backward passes of passes made in the block are checked after it too, as long as somebody holds
+    the guard. Inputs are kept until a call returns, and those of the one that fails from then on.
+
+    Raises
+    ------
+    ArgumentError
+        An argument has a value that can't work.
+    FlowError
+        No module of the network was called.
+    UnsupportedNetError
+        The network is compiled, in part or as a whole.
+    """
+    options = {"gradients": gradients, "keep_inputs": keep_inputs, "operations": operations}
+    booleans(ArgumentError, **options)
+    checks, hooks = Checks(architecture, action, kinds), CallHooks()
+    calls = _GuardedCalls(architecture, checks, **options)
+    around = [_AroundGuarded(one, checks) for one in calls.modules] if operations else []
+    try:
+        for one in around:
+            one.put_around(one.module)
+        # A method would be held weakly, and looked up at each call.
+        ends = partial(calls.begin), partial(calls.end)
+        items = calls.modules.items()
+        hooks.add(*[CallHook(module, name, *ends, always=True) for module, name in items])
+        yield Guard(checks)
+    except BaseException:
+        checks.is_over = True
+        raise
+    finally:
+        hooks.remove()
+        for one in around:
+            one.take_from(one.module)
+        calls.forget(None)
+    if hooks.compiled:
+        raise UnsupportedNetError(
+            f"the module {next(iter(hooks.compiled))!r} ran as compiled code inside the block, "
+            "which can't be guarded: leave the network uncompiled there"
+        )
+    if not checks.num_passes:
+        raise FlowError(
+            "nothing was guarded: the network was not called inside the block, or a copy of it "
+            "was called, or it was compiled before"
+        )
+
+
+class _AroundGuarded(AroundCode):
+    """Stands around the calls of a module whose operations are examined."""
+
+    def __init__(self, module: nn.Module, checks: Checks) -> None:
+        super().__init__(module, checks.local)
+        self.module = module
+        self._checks = checks
+
+    def mode(self) -> GuardedCode | None:
+        """Return the mode for a call, as long as anything is looked for."""
+        return None if self._checks.is_over else GuardedCode(self.module, self.local)
+
+
+class _GuardedCalls:
+    """The calls of a network's modules in one block: what the hooks of all modules share."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        checks: Checks,
+        *,
+        gradients: bool,
+        keep_inputs: bool,
+        operations: bool,
+    ) -> None:
+        self._checks = checks
+        self._has_gradients = gradients
+        # Takes digests of parameters, if inputs are kept.
+        self._weights = Weights() if keep_inputs else None
+        # The name of each module, which its replicas share.
+        self.modules = {
+            row.module: row.name
+            for row in architecture.values()
+            if row.module is not None and takes_hooks(row.module)
+        }
+        if private.DYNAMO in sys.modules and any(map(private.is_compiled, self.modules)):
+            raise UnsupportedNetError(
+                "the network is compiled, in part or as a whole, and compiled code ignores hooks: "
+                "guard the uncompiled network"
+            )
+        # Found once: there are many passes, and most networks have none.
+        self._fusable = fusable(architecture, of_functions=operations)
+
+    def _begin_pass(self) -> None:
+        """Begin a pass: a call that is part of no other."""
+        checks, local = self._checks, self._checks.local
+        local.known = Known()
+        if self._fusable and warn_of_other_kernels(self._fusable, self.modules.keys(), "guarded"):
+            self._fusable = []
+        # Checkpointing calls modules again in a backward pass, as part of a pass that was counted.
+        if private.backward_pass() == -1:
+            refuse_transforms("guarded")
+            local.counts.clear()
+            local.pass_number = checks.begin_pass()
+
+    def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Examine the inputs of a call that begins, since the module may work in place."""
+        checks, local = self._checks, self._checks.local
+        # A frame that a variable of its own held would live until garbage is collected.
+        frame = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]  # a hook's caller
+        around = self.forget(frame)
+        if around is None:
+            self._begin_pass()
+        values = *args, *kwargs.values()
+        call = GuardedCall(name, local.pass_number, around, frame)
+        local.calls.append(call)
+        if not checks.is_over:
+            call.received = local.known.examine_all(values)
+            if around is None:
+                call.nodes_of_inputs = local.known.nodes()
+            if self._weights is not None:
+                layer, inputs = checks.layer_of(call), Inputs(args, kwargs)
+                call.kept = KeptInputs(layer, module, inputs, self._weights)
+            # Another module's code, if this is a copy that shares what stands around its call.
+            if local.own_code is not None and local.own_code.module is module:
+                call.code = local.own_code
+                call.code.is_paused = False
+
+    def forget(self, frame: FrameType | None) -> GuardedCall | None:
+        """Forget calls of which a frame is no part; return the innermost of which it is one."""
+        calls = self._checks.local.calls
+        while calls:
+            inner = frame
+            while inner is not None and inner is not calls[-1].frame:
+                inner = inner.f_back
+            if inner is not None:
+                return calls[-1]
+            calls.pop().release()
+        return None
+
+    def end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Examine the output of a call that has returned."""
+        checks, local = self._checks, self._checks.local
+        if local.own_code is not None:
+            local.own_code.is_paused = True
+        frame = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]  # a hook's caller
+        call = self.forget(frame)
+        # The call may have failed, or a hook ahead of ours, so that it never began.
+        if call is None or call.frame is not frame:
+            return
+        local.calls.pop()
+        call.number = local.counts.get(name, 0)
+        local.counts[name] = call.number + 1
+        try:
+            if not checks.is_over:
+                self._check(call, output)
+        finally:
+            call.release()
+
+    def _check(self, call: GuardedCall, output: Any) -> None:
+        checks = self._checks
+        returned = checks.local.known.examine_all((output,))
+        if returned:
+            if call.kept is not None:
+                call.kept.end(output)
+            checks.check(call, "forward", call.received, returned)
+            if call.around is None:
+                checks.check_whole("forward", returned)
+        if self._has_gradients and torch.is_grad_enabled():
+            attach(checks, call, output)

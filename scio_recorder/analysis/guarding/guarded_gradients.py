@@ -64,11 +64,7 @@ def attach(checks: Checks, call: GuardedCall, output: Any) -> None:
             if end.grad_fn is not None and _owner_of(end.grad_fn, call) is call:
                 _attach_before(reference, end, call, is_base=end is base)
                 own.append(end.grad_fn)
-    # The list grows meanwhile.
-    for node in own:
-        if reference not in node.metadata:
-            node.metadata[reference] = True
-            _attach_behind(reference, node, call, own, nodes_around)
+    _attach_behind(reference, call, own, nodes_around)
 
 
 def _owner_of(node: Any, call: GuardedCall) -> GuardedCall | None:
@@ -91,20 +87,25 @@ def _attach_before(
 
 
 def _attach_behind(
-    checks: _Checks, node: Any, call: GuardedCall, own: list[Any], nodes_around: list[Any]
+    checks: _Checks, call: GuardedCall, own: list[Any], nodes_around: list[Any]
 ) -> None:
-    """Examine what leaves a call behind one of its nodes, and add the nodes ahead of that."""
-    exits: dict[int, Any] = {}
-    for edge, (target, _) in enumerate(node.next_functions):
-        owner = None if target is None else _owner_of(target, call)
-        if owner is call:
-            own.append(target)
-        elif target is not None:
-            exits[edge] = target
-            if owner is not None:
-                nodes_around.append(target)
-    if exits:
-        node.register_hook(partial(_leave, checks, call, exits))
+    """Examine what leaves a call behind its own nodes, and note the nodes of calls around it."""
+    # The list grows meanwhile.
+    for node in own:
+        if checks in node.metadata:
+            continue
+        node.metadata[checks] = True
+        exits: dict[int, Any] = {}
+        for edge, (target, _) in enumerate(node.next_functions):
+            owner = None if target is None else _owner_of(target, call)
+            if owner is call:
+                own.append(target)
+            elif target is not None:
+                exits[edge] = target
+                if owner is not None and checks not in target.metadata:
+                    nodes_around.append(target)
+        if exits:
+            node.register_hook(partial(_leave, checks, call, exits))
 
 
 def _enter(
