@@ -81,7 +81,8 @@ def holder_of(medium: Medium, name: str) -> dict[str, Any]:
     """Return a lease's facts about its holder: empty if it is gone or unreadable."""
     try:
         content = bytearray(_MAX_BYTES)
-        size = medium.fill(name, memoryview(content)).num_bytes
+        with medium.reading(name) as read_at:
+            size = read_at(0, memoryview(content)).num_bytes
         return expect(parse(bytes(content[:size])), dict)
     except (OSError, ValueError):
         return {}

@@ -23,7 +23,7 @@ from typing import Any
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.description import chunk_name, manifest_name
-from scio_recorder.stores.disk_format.medium import Medium, Stamp
+from scio_recorder.stores.disk_format.medium import Medium, ReadAt, Stamp
 from scio_recorder.workers.leases import RENEWED_EVERY, STALE_AFTER, Claims, Lease
 
 PAUSE = 2.0
@@ -208,22 +208,28 @@ class Bucket(Medium):
 
         return retried(listed)
 
-    def fill(self, name: str, out: memoryview, offset: int = 0, stamp: Any = None) -> Stamp:
+    @contextmanager
+    def reading(self, name: str, stamp: Any = None) -> Iterator[ReadAt]:
+        def read_at(offset: int, out: memoryview) -> Stamp:
+            content = self._content(name)
+            piece = content[offset : offset + len(out)]
+            out[: len(piece)] = piece
+            return Stamp(len(content), None)
+
+        yield read_at
+
+    def _content(self, name: str) -> bytes:
         def read() -> bytes:
             with self._request("read"):
                 if name not in self.world.files:
                     raise FileNotFoundError(name)
                 return self.world.files[name]
 
-        content = retried(read)
-        piece = content[offset : offset + len(out)]
-        if piece:
-            out[: len(piece)] = piece
-        return Stamp(len(content), None)
+        return retried(read)
 
     def has(self, name: str) -> bool:
         with suppress(FileNotFoundError):
-            self.fill(name, memoryview(b""))
+            self._content(name)
             return True
         return False
 

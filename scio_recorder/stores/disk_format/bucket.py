@@ -24,13 +24,13 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from scio_recorder.errors import RecordingError, needing
-from scio_recorder.stores.disk_format.medium import Medium, Stamp, WriteAt, accessing
+from scio_recorder.stores.disk_format.medium import Medium, ReadAt, Stamp, WriteAt, accessing
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -174,25 +174,29 @@ class Bucket(Medium):
         self.make("", note)
         return found
 
-    def fill(
-        self, name: str, out: memoryview, offset: int = 0, stamp: Stamp | None = None
-    ) -> Stamp:
-        """Read an object into memory, and return its stamp."""
-        options: dict[str, Any] = {"range": (offset, offset + len(out))}
-        if stamp is not None and stamp.version is not None:
-            options["if_match"] = stamp.version
+    @contextmanager
+    def reading(self, name: str, stamp: Stamp | None = None) -> Iterator[ReadAt]:
+        """Give a function that reads a piece of an object by one request."""
 
-        def get(library: Any, store: ObjectStore, path: str) -> Any:
-            answer = library.get(store, path, options=options)
-            return answer.meta, memoryview(answer.bytes())
+        def read_at(offset: int, out: memoryview) -> Stamp:
+            nonlocal stamp
+            options: dict[str, Any] = {"range": (offset, offset + len(out))}
+            if stamp is not None and stamp.version is not None:
+                options["if_match"] = stamp.version
 
-        meta, data = self.make(name, get, len(out))
-        found = Stamp(meta["size"], meta["e_tag"])
-        out = out[: found.num_bytes - offset]
-        if len(data) != len(out):
-            raise RecordingError(f"{self.path_of(name)} is damaged: {len(data)} bytes came")
-        out[:] = data
-        return found
+            def get(library: Any, store: ObjectStore, path: str) -> Any:
+                answer = library.get(store, path, options=options)
+                return answer.meta, memoryview(answer.bytes())
+
+            meta, data = self.make(name, get, len(out))
+            stamp = Stamp(meta["size"], meta["e_tag"])
+            out = out[: stamp.num_bytes - offset]
+            if len(data) != len(out):
+                raise RecordingError(f"{self.path_of(name)} is damaged: {len(data)} bytes came")
+            out[:] = data
+            return stamp
+
+        yield read_at
 
     def put(self, name: str, owner: str, write: Callable[[WriteAt], _T]) -> _T:
         """Put a new object in place, whole or not at all; see the NOTE."""

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format import system
-from scio_recorder.stores.disk_format.medium import Medium, Stamp, WriteAt, accessing
+from scio_recorder.stores.disk_format.medium import Medium, ReadAt, Stamp, WriteAt, accessing
 
 _T = TypeVar("_T")
 
@@ -47,6 +47,17 @@ def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
         view, offset = view[done:], offset + done
 
 
+def read_at(descriptor: int, path: str, stamp: Stamp, offset: int, out: memoryview) -> Stamp:
+    """Fill ``out`` from ``offset`` on, up to the end of the file."""
+    out = out[: max(0, stamp.num_bytes - offset)]
+    while out:
+        done = system.pread_into(descriptor, out, offset)
+        if not done:
+            raise RecordingError(f"{path} is damaged: it ends at byte {offset}")
+        out, offset = out[done:], offset + done
+    return stamp
+
+
 class Folder(Medium):
     """An open folder. It is closed by `close`, or when the last reference is gone.
 
@@ -55,7 +66,7 @@ class Folder(Medium):
     """
 
     has_locks = True
-    # Each read opens the file.
+    # What has just been read is still in the processor's cache when its checksum is compared.
     span_bytes = 4 << 20
 
     def __init__(self, path: str) -> None:
@@ -117,10 +128,9 @@ class Folder(Medium):
     def _status(self, name: str) -> os.stat_result:
         return system.status_of(name, dir_fd=self.descriptor, follow_symlinks=False)
 
-    def fill(
-        self, name: str, out: memoryview, offset: int = 0, stamp: Stamp | None = None
-    ) -> Stamp:
-        """Read a regular file into memory, and return its stamp."""
+    @contextmanager
+    def reading(self, name: str, stamp: Stamp | None = None) -> Iterator[ReadAt]:
+        """Give a function that reads a regular file, which is open meanwhile."""
         descriptor = self._open_to_read(name)
         try:
             status = system.fstat(descriptor)
@@ -130,15 +140,7 @@ class Folder(Medium):
             found = Stamp(status.st_size, status.st_mtime_ns)
             if stamp not in (None, found):
                 raise RecordingError(f"{self.path_of(name)} was replaced since it was opened")
-            out = out[: max(0, found.num_bytes - offset)]
-            while out:
-                done = system.pread_into(descriptor, out, offset)
-                if not done:
-                    raise RecordingError(
-                        f"{self.path_of(name)} is damaged: it ends at byte {offset}"
-                    )
-                out, offset = out[done:], offset + done
-            return found
+            yield partial(read_at, descriptor, self.path_of(name), found)
         finally:
             close_quietly(descriptor)
 

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from scio_recorder.errors import RecordingError
@@ -85,6 +85,10 @@ class Stamp(NamedTuple):
     version: object
 
 
+# Reads a file from an offset on into memory, up to the end of either, and returns its stamp.
+ReadAt: TypeAlias = Callable[[int, memoryview], Stamp]
+
+
 class Medium(abc.ABC):
     """A place where files are put once, whole and durable, under unused names.
 
@@ -121,26 +125,20 @@ class Medium(abc.ABC):
         """Return when each file with a prefix was put, in seconds by the medium's own clock."""
 
     @abc.abstractmethod
-    def fill(
-        self, name: str, out: memoryview, offset: int = 0, stamp: Stamp | None = None
-    ) -> Stamp:
-        """Read a file into memory, up to the end of either, and return the file's stamp.
+    def reading(self, name: str, stamp: Stamp | None = None) -> AbstractContextManager[ReadAt]:
+        """Give a function that reads a file, piece by piece.
 
         Parameters
         ----------
         name : str
             Its name.
-        out : memoryview
-            The memory to fill.
-        offset : int, default 0
-            The first byte to read.
         stamp : Stamp, optional
             Its stamp at an earlier reading: a file that has changed since is refused.
 
         Raises
         ------
         RecordingError
-            It is another one than before, or no regular file, or ends before ``offset``.
+            It is another one than before, or no regular file.
         """
 
     @abc.abstractmethod

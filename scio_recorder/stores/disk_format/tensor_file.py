@@ -11,9 +11,7 @@ compares.
 
 from __future__ import annotations
 
-import itertools
 import json
-import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -26,7 +24,14 @@ from torch import Tensor
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.medium import Medium, Stamp, WriteAt, accessing, parsing
+from scio_recorder.stores.disk_format.medium import (
+    Medium,
+    ReadAt,
+    Stamp,
+    WriteAt,
+    accessing,
+    parsing,
+)
 from scio_recorder.tensors.copies import DTYPES, dtype_name
 from scio_recorder.tensors.processes import for_each
 
@@ -340,8 +345,9 @@ class TensorFile:
         """Fill ``out`` with the bytes of a tensor from ``start`` on, each block verified once."""
         step = self._medium.span_bytes
         spans = range(start - start % BLOCK_BYTES, start + len(out), step)
-        with accessing(self.path):
-            for_each(partial(self._copy_span, out, name, start), spans, self._medium.num_readers)
+        with accessing(self.path), self._medium.reading(self.name, self._stamp) as read_at:
+            copy = partial(self._copy_span, read_at, out, name, start)
+            for_each(copy, spans, self._medium.num_readers)
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor in new memory."""
@@ -360,7 +366,9 @@ class TensorFile:
                 self.copy_into(scratch[: spec.nbytes - start], name, start)
         return self.num_bytes
 
-    def _copy_span(self, out: NDArray[numpy.uint8], name: str, start: int, span: int) -> None:
+    def _copy_span(
+        self, read_at: ReadAt, out: NDArray[numpy.uint8], name: str, start: int, span: int
+    ) -> None:
         """Copy the bytes of the blocks in ``span``, which are read in one go."""
         length = self.table[name].nbytes
         offset, first_block = self._starts[name]
@@ -372,16 +380,18 @@ class TensorFile:
         end = high if is_known[-1] else min(blocks.stop * BLOCK_BYTES, length)
         part = out[low - start : high - start]
         whole = part if (begin, end) == (low, high) else numpy.empty(end - begin, numpy.uint8)
-        self._medium.fill(self.name, whole.data, self._begin + offset + begin, self._stamp)
-        for number in itertools.compress(blocks, map(operator.not_, is_known)):
-            at = number * BLOCK_BYTES
-            block = whole[at - begin : min(at + BLOCK_BYTES, length) - begin]
-            self._verify(block, self._begin + offset + at, first_block + number)
+        data, offset = whole.data, offset + self._begin
+        read_at(offset + begin, data)
+        for number, was_verified in zip(blocks, is_known, strict=True):
+            if not was_verified:
+                at = number * BLOCK_BYTES
+                block = data[at - begin : at - begin + BLOCK_BYTES]
+                self._verify(block, offset + at, first_block + number)
         if whole is not part:
             part[:] = whole[low - begin : high - begin]
 
-    def _verify(self, block: NDArray[numpy.uint8], offset: int, number: int) -> None:
-        if checksum(block.data) != self._blocks[number * DIGITS : (number + 1) * DIGITS]:
+    def _verify(self, block: memoryview, offset: int, number: int) -> None:
+        if checksum(block) != self._blocks[number * DIGITS : (number + 1) * DIGITS]:
             raise RecordingError(
                 f"{self.path} is damaged: bytes {offset} to {offset + len(block)} do not match "
                 "their checksum"
@@ -391,11 +401,12 @@ class TensorFile:
 
 def _read_header(medium: Medium, name: str) -> tuple[bytes, Stamp]:
     first = bytearray(_PAGE_BYTES)
-    stamp = medium.fill(name, memoryview(first))
-    length = 8 + int.from_bytes(first[:8], "little")
-    if not _PAGE_BYTES <= length <= min(MAX_FILE_BYTES, stamp.num_bytes):
-        raise ValueError(f"its header is said to have {length} bytes of {stamp.num_bytes}")
-    more = bytearray(length - _PAGE_BYTES)
-    if more:
-        medium.fill(name, memoryview(more), _PAGE_BYTES, stamp)
+    with medium.reading(name) as read_at:
+        stamp = read_at(0, memoryview(first))
+        length = 8 + int.from_bytes(first[:8], "little")
+        if not _PAGE_BYTES <= length <= min(MAX_FILE_BYTES, stamp.num_bytes):
+            raise ValueError(f"its header is said to have {length} bytes of {stamp.num_bytes}")
+        more = bytearray(length - _PAGE_BYTES)
+        if more:
+            read_at(_PAGE_BYTES, memoryview(more))
     return bytes(first + more), stamp

@@ -54,7 +54,8 @@ def put(medium: Bucket, name: str, content: bytes) -> None:
 
 def read(medium: Bucket, name: str) -> bytes:
     content = bytearray(1000)
-    size = medium.fill(name, memoryview(content)).num_bytes
+    with medium.reading(name) as read_at:
+        size = read_at(0, memoryview(content)).num_bytes
     return bytes(content[:size])
 
 
@@ -229,13 +230,15 @@ def test_a_store_that_overwrites_is_refused(traffic, place, monkeypatch):
 def test_what_has_become_another_one_is_refused(store, place):
     medium = Bucket(f"s3://{place}")
     put(medium, "name", b"one")
-    stamp = medium.fill("name", memoryview(bytearray(3)))
+    with medium.reading("name") as read_at:
+        stamp = read_at(0, memoryview(bytearray(3)))
     by_hand(store[0], "PUT", f"/{place}/name", b"two")
     with (
         pytest.raises(RecordingError, match="was replaced since it was opened"),
         accessing("name"),
+        medium.reading("name", stamp) as read_at,
     ):
-        medium.fill("name", memoryview(bytearray(3)), 0, stamp)
+        read_at(0, memoryview(bytearray(3)))
 
 
 def test_the_format_is_one(store, place, tmp_path):
