@@ -306,10 +306,10 @@ def test_the_cache_of_a_pair_goes_on_unless_a_half_is_reordered(part: str) -> No
         out = net(**PROMPT, **first)
         encoded = {"encoder_outputs": (out.encoder_last_hidden_state,)}
         cache = out.past_key_values
-        net(**encoded, decoder_input_ids=step, past_key_values=cache)
+        net(**encoded, decoder_input_ids=step, **past(cache))
         getattr(cache, part).reorder_cache(torch.tensor([1, 0]))
         with pytest.raises(CollectError, match=r"latest pass of its samples(.|\n)*watch"):
-            net(**encoded, decoder_input_ids=step, past_key_values=cache)
+            net(**encoded, decoder_input_ids=step, **past(cache))
     assert torch.bincount(collection.recording.rows["sample"]).tolist() == [4, 4]
 
 
