@@ -99,6 +99,7 @@ class _Runs:
         self._metric = metric
         # Copies of what the layers return in the clean run, which is the first.
         self.outputs: dict[RowIdx, Any] = {}
+        self._specs: dict[RowIdx, Any] = {}
         self._counts: Counter[int] = Counter()
         self._has_run = False
         self._replace: _Replace | None = None
@@ -150,7 +151,7 @@ class _Runs:
             raise
 
     def _after(self, index: str, _module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
-        if self._replace is None or is_rerun():
+        if self._replace is None or (private.backward_pass() != -1 and is_rerun()):
             return None
         positions, count = self._program.positions[int(index)], self._counts[int(index)]
         self._counts[int(index)] += 1
@@ -159,11 +160,12 @@ class _Runs:
 
     def check(self, at: RowIdx, output: Any) -> None:
         """Copy a layer's output in the clean run, and compare its shape in other runs."""
+        spec = spec_of(output)
         if at not in self.outputs:
             refuse_transforms("patched")
-            self.outputs[at] = map_tensors(twin, output)
-        clean = self.outputs[at]
-        if spec_of(clean) != spec_of(output):
+            self.outputs[at], self._specs[at] = map_tensors(twin, output), spec
+        if spec != self._specs[at]:
+            clean = self.outputs[at]
             raise ComparisonError(
                 f"layer {self.architecture[at]} returns {shown_shapes(clean)} in the clean run and "
                 f"{shown_shapes(output)} in the corrupted run, but only outputs of equal shapes "

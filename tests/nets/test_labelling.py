@@ -179,7 +179,7 @@ def test_a_net_that_changes_its_own_state_in_forward_is_left_as_it_was():
 
 
 def test_parameters_of_a_large_net_are_not_cloned(monkeypatch):
-    monkeypatch.setattr(copying, "CLONED_BYTES", 16)
+    monkeypatch.setattr("scio_recorder.nets.state.untouched.CLONED_BYTES", 16)
     net = nn.Sequential(linear(), nn.BatchNorm1d(4))
     twin = copying.copy_net(net)
     assert twin[0].weight is not net[0].weight

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder, compare
-from scio_recorder.nets.state import copying
 from scio_recorder.nets.state.untouched import untouched
 
 
@@ -321,7 +320,7 @@ def test_what_can_not_be_seen_into_and_did_not_move_is_not_named(kind: str) -> N
 
 
 def test_values_that_take_too_much_memory_are_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "CLONED_BYTES", 16)
+    monkeypatch.setattr("scio_recorder.nets.state.untouched.CLONED_BYTES", 16)
     net = nn.BatchNorm1d(4)
     block = untouched(net)
     block.__enter__()

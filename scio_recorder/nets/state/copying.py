@@ -7,20 +7,22 @@ import copy
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.nets.hookable import own_hooks
+from scio_recorder.nets.hookable import hooked, own_hooks
+from scio_recorder.nets.state.untouched import (
+    NetState,
+    are_large,
+    reached,
+    without_hooks_on_all_modules,
+)
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import is_dense
 from scio_recorder.tensors.structures import map_tensors
 
-# Up to this many bytes of parameters are cloned, so that a net that changes them in its forward
-# leaves no trace; beyond it, a copy shares their memory.
-CLONED_BYTES = 1 << 30
 # Warning filters are process-wide: two threads would restore each other's.
 _QUIET = threading.RLock()
 
@@ -112,11 +114,6 @@ def _shared(net: nn.Module) -> dict[int, Any]:
     }
 
 
-def are_large(tensors: Iterable[Tensor]) -> bool:
-    """Whether cloning some tensors would take too much memory."""
-    return sum([one.nbytes for one in tensors if is_dense(one)]) > CLONED_BYTES
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence warnings, and run compiled modules as if they were not.
@@ -137,3 +134,52 @@ def quiet() -> Iterator[None]:
         torch.compiler.set_stance("force_eager") if is_loaded else contextlib.nullcontext(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def separate_copy(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[nn.Module]:
+    """Yield a copy of a network that can be run in the block without a trace in the network.
+
+    What both share ends as it was: a copy has the functions of the network, and so the variables of
+    closures.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network.
+    keep_hooks : bool, default False
+        Whether the copy has copies of the user's hooks, or only of the network's own.
+
+    Raises
+    ------
+    NotSeparateError
+        The network can't be copied, or the copy calls modules of the network itself.
+
+    Examples
+    --------
+    >>> import weakref
+    >>> net = nn.ReLU()
+    >>> net.itself = weakref.ref(net)
+    >>> with separate_copy(net):
+    ...     pass
+    Traceback (most recent call last):
+    scio_recorder.nets.state.copying.NotSeparateError
+    """
+    twin, own = copy_net(net, keep_hooks=keep_hooks), reached([net])
+    shared = {key: one for key, one in reached([twin]).items() if key in own}
+    if any(issubclass(type(one.value), nn.Module) for one in shared.values()):
+        raise NotSeparateError
+    thread = threading.get_ident()
+
+    def refuse(*call: Any) -> None:
+        # A global variable, which no walk follows, may lead back.
+        if threading.get_ident() == thread:
+            raise NotSeparateError
+
+    state = NetState(shared, keep_random=True)
+    try:
+        with hooked(net, before=refuse), without_hooks_on_all_modules():
+            yield twin
+    finally:
+        state.put_back(thorough=True)
+    state.warn_of_traces()

@@ -40,9 +40,8 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import warn
 from scio_recorder.layer import few
-from scio_recorder.nets.hookable import LIBRARIES, hooked, leave_own_hooks
+from scio_recorder.nets.hookable import LIBRARIES, leave_own_hooks
 from scio_recorder.nets.sharded import is_sharded
-from scio_recorder.nets.state.copying import NotSeparateError, are_large, copy_net
 from scio_recorder.nets.state.moment import (
     joined,
     random_state,
@@ -83,6 +82,8 @@ _type: Any = type
 # Names that say nothing to a user.
 _UNNAMED = {"_modules", "_parameters", "_buffers", "cell_contents", ""}
 _SHOWN = 5
+# Up to this many bytes of tensors of one kind are cloned, so that no pass leaves a trace in them.
+CLONED_BYTES = 1 << 30
 
 
 class Found(NamedTuple):
@@ -340,6 +341,11 @@ def _marks_of(notes: Sequence[_TensorNote]) -> list[tuple[int, int, bool]]:
     ]
 
 
+def are_large(tensors: Iterable[Tensor]) -> bool:
+    """Whether cloning some tensors would take too much memory."""
+    return sum([one.nbytes for one in tensors if one.layout is torch.strided]) > CLONED_BYTES
+
+
 # -- the state of a network ------------------------------------------------------------------------
 
 
@@ -479,19 +485,18 @@ class NetState:
         self._lost = []
         for tensor, data, written, values, requires_grad, version, put_back_version in notes:
             is_inference = version == -1
-            is_counted = version_of(tensor) != version
-            if values is None and is_counted:
-                self._lost.append(self._found[id(tensor)].path)
             if values is not None:
                 with torch.inference_mode(is_inference):
                     written.copy_(values)
+            elif version_of(tensor) != version:
+                self._lost.append(self._found[id(tensor)].path)
             if not is_inference:
                 # `net.to(device)` swaps the memory under a parameter, and copying to a sparse
                 # tensor that of its parts.
                 tensor.data = data
             if tensor.requires_grad != requires_grad and tensor.is_leaf:
                 tensor.requires_grad_(requires_grad)
-            if values is not None and is_counted:
+            if values is not None:
                 # A graph that holds the tensor is as good as before.
                 put_back_version()
 
@@ -566,54 +571,6 @@ def untouched(
             for module in fsdp:
                 private_distributed.take_whole_parameters(module)
             state.put_back(thorough=True)
-    state.warn_of_traces()
-
-
-@contextlib.contextmanager
-def separate_copy(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[nn.Module]:
-    """Yield a copy of a network that can be run in the block without a trace in the network.
-
-    What both share ends as it was: a copy has the functions of the network, and so the variables of
-    closures.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        The network.
-    keep_hooks : bool, default False
-        Whether the copy has copies of the user's hooks, or only of the network's own.
-
-    Raises
-    ------
-    NotSeparateError
-        The network can't be copied, or the copy calls modules of the network itself.
-
-    Examples
-    --------
-    >>> net = nn.ReLU()
-    >>> net.itself = weakref.ref(net)
-    >>> with separate_copy(net):
-    ...     pass
-    Traceback (most recent call last):
-    scio_recorder.nets.state.copying.NotSeparateError
-    """
-    twin, own = copy_net(net, keep_hooks=keep_hooks), reached([net])
-    shared = {key: one for key, one in reached([twin]).items() if key in own}
-    if any(issubclass(type(one.value), nn.Module) for one in shared.values()):
-        raise NotSeparateError
-    thread = threading.get_ident()
-
-    def refuse(*call: Any) -> None:
-        # A global variable, which no walk follows, may lead back.
-        if threading.get_ident() == thread:
-            raise NotSeparateError
-
-    state = NetState(shared, keep_random=True)
-    try:
-        with hooked(net, before=refuse), without_hooks_on_all_modules():
-            yield twin
-    finally:
-        state.put_back(thorough=True)
     state.warn_of_traces()
 
 
