@@ -17,7 +17,7 @@ from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private
-from scio_recorder.tensors.arguments import signature_of, usable_device
+from scio_recorder.tensors.arguments import signature_of, takes, usable_device
 from scio_recorder.tensors.copies import dtype_name
 from scio_recorder.tensors.structures import Apart, holder_out_of_sight, tensors
 
@@ -115,8 +115,8 @@ def not_a_size(given: Any) -> str:
 
 
 def _shown(given: Any) -> str:
-    kind = "tensors of shape " * bool(tensors(given))
-    return f"{kind}{map_leaves(_shape, given)!r:.300}"
+    holds_tensors = isinstance(given, Tensor | Mapping | list | tuple) and tensors(given)
+    return f"{'tensors of shape ' * bool(holds_tensors)}{map_leaves(_shape, given)!r:.300}"
 
 
 def _shape(leaf: Any) -> Any:
@@ -185,7 +185,8 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     parts = (*inputs.args, *inputs.kwargs.values()) if inputs else (value,)
     if any(isinstance(part, np.ndarray) for part in parts):
         advice = "Probably it takes tensors, not NumPy arrays: convert them by torch.from_numpy(x)"
-    if inputs is None and isinstance(value, Iterable) and not isinstance(value, str | np.ndarray):
+    is_loader = inputs is None and isinstance(value, Iterable)
+    if (is_loader and not isinstance(value, str | np.ndarray)) or _is_batch(net, given, inputs):
         advice = (
             "Probably it takes one batch of a loader: give next(iter(loader)), or of (inputs, "
             "labels) next(iter(loader))[0]"
@@ -197,6 +198,12 @@ inputs, such as tokenizer(texts, return_tensors="pt")
         f"the dry run of {type(net).__name__} on {given}={_shown(value)} failed with "
         f"{type(cause).__name__}: {cause}\n{advice}"
     )
+
+
+def _is_batch(net: nn.Module, given: str, inputs: Inputs | None) -> bool:
+    """Whether several inputs were given to a network that takes one, as a loader's batch has."""
+    count = 0 if inputs is None or given == "input_size" else len(inputs.args)
+    return count > 1 and takes(net.forward, 1) and not takes(net.forward, count)
 
 
 def _advice_on_arguments(net: nn.Module, inputs: Inputs | None, cause: BaseException) -> str:

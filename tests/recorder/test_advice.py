@@ -240,6 +240,8 @@ def test_what_a_network_takes_is_named() -> None:
         Recorder(nn.Linear(2, 3), input_data=loader)
     data = eval(code_in(caught.value, "next("), {"loader": loader})
     assert Recorder(nn.Linear(2, 3), input_data=data).architecture[0, 1].output_shape == (2, 3)
+    with pytest.raises(LabellingError, match=r"next\(iter\(loader\)\)\[0\]$"):
+        Recorder(nn.Linear(2, 3), input_data=[data, torch.zeros(2)])
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
