@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from scio_recorder.analysis.comparing.comparison import Comparison
-from scio_recorder.analysis.comparing.difference import Difference
-from scio_recorder.analysis.comparing.findings import SampleId
+from scio_recorder.analysis.comparing.difference import Difference, SampleId
 from scio_recorder.analysis.comparing.matching import Pair, match_sides
 from scio_recorder.analysis.comparing.measures import Tolerance
 from scio_recorder.analysis.comparing.parting import OperationPair, first_operations
@@ -166,19 +165,22 @@ def _feeds(
     max_batches: int | None,
     to_inputs: ToInputs | Sequence[ToInputs] | None,
     sample_ids: Callable[[Any], Any] | None,
-) -> list[Feed]:
+) -> tuple[Feed, Feed]:
     """Return the feed of each side; the first one counts the samples."""
-    several: list[Any] = [*to_inputs] if isinstance(to_inputs, Sequence) else [to_inputs] * 2
-    if len(several) != 2 or not all(one is None or callable(one) for one in several):
+    # One feed does for both sides, if their inputs are made in one way.
+    makers: list[Any] = [*to_inputs] if isinstance(to_inputs, Sequence) else [to_inputs]
+    is_wrong = isinstance(to_inputs, Sequence) and len(to_inputs) != 2
+    if is_wrong or not all(one is None or callable(one) for one in makers):
         raise ComparisonError(
             f"to_inputs={to_inputs!r}: give one function of the batch, or two of them, for the "
             "reference and for the candidate"
         )
     given = () if batches is None else batches
-    return [
+    feeds = [
         Feed(given, CollectOptions(max_batches=max_batches, to_inputs=one, sample_ids=sample_ids))
-        for one in several
+        for one in makers
     ]
+    return feeds[0], feeds[-1]
 
 
 def _side(given: Any, what: str, feed: Feed) -> Side:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from scio_recorder.analysis.comparing.difference import Difference
-from scio_recorder.analysis.comparing.findings import (
+from scio_recorder.analysis.comparing.difference import (
+    Difference,
     FirstDifference,
     LayerDifference,
     SampleId,
@@ -27,13 +27,15 @@ from scio_recorder.analysis.comparing.findings import (
 from scio_recorder.analysis.comparing.matching import Pair
 from scio_recorder.analysis.comparing.measures import (
     Figures,
+    PartPair,
     Tolerance,
     dense,
     measure,
     measure_values,
+    paired_inputs,
+    paired_outputs,
     unknown,
 )
-from scio_recorder.analysis.comparing.part_pairs import PartPair, paired_inputs, paired_outputs
 from scio_recorder.analysis.comparing.parting import OperationPair
 from scio_recorder.analysis.comparing.sides import SampleBlock, Side
 from scio_recorder.layer import Operation, RowIdx

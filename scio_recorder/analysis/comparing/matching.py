@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from scio_recorder.analysis.comparing.findings import Unmatched
+from scio_recorder.analysis.comparing.difference import Unmatched
 from scio_recorder.analysis.comparing.sides import Side
 from scio_recorder.errors import ComparisonError, ShardWarning, warn
 from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx, Shard, counted, few
@@ -60,7 +60,7 @@ def match_sides(
     for label in own.in_order(reference.recorded or reference.labels):
         layer = own[label]
         around = layer.layer if isinstance(layer, Operation) else layer
-        pair = _pair(around, own.labels_of(around.name), [other[at] for at in calls[around.name]])
+        pair = _pair(around, own.labels_of(around.name), calls[around.name])
         if isinstance(layer, Operation) and pair is not None:
             pair = _inside(layer, pair, other)
         if pair is None or not (pair.error or candidate.has(pair.partner.label)):
@@ -69,7 +69,7 @@ def match_sides(
             split.append(layer.name)
         else:
             pairs.append(pair)
-    matched = {other[labels[0]].name for labels in calls.values() if labels}
+    matched = {rows[0].name for rows in calls.values() if rows}
     matched |= {pair.partner.name for pair in pairs}
     names = [other[label].name for label in other.in_order(candidate.labels)]
     mine = _distinct(alone + split)
@@ -106,14 +106,11 @@ def _checked(match: Mapping[str, str] | None) -> dict[str, str]:
     return dict(sorted(items, key=lambda item: -len(_SIGN.sub("", item[0]))))
 
 
-def _calls_of_partner(name: str, globs: Mapping[str, str], other: Architecture) -> Sequence[RowIdx]:
+def _calls_of_partner(name: str, globs: Mapping[str, str], other: Architecture) -> list[Layer]:
     """Return the calls of the first possible partner of a name that ran; a name is its own last."""
-    for glob, partner in globs.items():
-        found = _partner(glob, partner, name)
-        calls = () if found is None else other.labels_of(found)
-        if calls:
-            return calls
-    return other.labels_of(name)
+    found = [_partner(glob, partner, name) for glob, partner in globs.items()]
+    calls = (other.labels_of(one) for one in (*found, name) if one is not None)
+    return [other[label] for label in next(filter(None, calls), ())]
 
 
 def _partner(glob: str, other: str, name: str) -> str | None:

@@ -20,8 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from scio_recorder.analysis.comparing.measures import Tolerance, measure
-from scio_recorder.analysis.comparing.part_pairs import paired_outputs
+from scio_recorder.analysis.comparing.measures import Tolerance, measure, paired_outputs
 from scio_recorder.analysis.comparing.traced_code import Given, Step
 from scio_recorder.layer import Operation
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scio_recorder.analysis.comparing.findings import SampleId
+from scio_recorder.analysis.comparing.difference import SampleId
 from scio_recorder.analysis.comparing.measures import dense
 from scio_recorder.analysis.comparing.traced_code import Step, traced
 from scio_recorder.capture.engine import Capture, fusable, warn_of_other_kernels
@@ -30,7 +30,7 @@ from scio_recorder.recording.made_with import made_with
 from scio_recorder.recording.rows import BatchRows
 from scio_recorder.reductions import Digest
 from scio_recorder.reductions.base import several
-from scio_recorder.tensors.copies import Copies, is_plain, twin
+from scio_recorder.tensors.copies import Copies, gathered, is_plain, twin
 from scio_recorder.tensors.digests import sample_digests
 from scio_recorder.tensors.structures import map_tensors, taken_apart
 
@@ -346,7 +346,7 @@ def digests_of(value: Any) -> Any:
     """Return a digest for each sample; others refuse outputs without samples."""
     if not isinstance(value, Tensor) or not value.ndim:
         return value
-    return sample_digests(value if is_plain(value) else dense(value))
+    return sample_digests(value if is_plain(value) else dense(gathered(value)))
 
 
 def refuse_missing(keys: Sequence[object], where: str, who: str) -> None:
