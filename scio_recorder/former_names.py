@@ -13,6 +13,8 @@ from types import ModuleType
 MOVED = {
     "analysis.alikeness": "analysis",
     "analysis.alikeness.similarity": "analysis.similarity",
+    "analysis.comparing.findings": "analysis.comparing.difference",
+    "analysis.comparing.part_pairs": "analysis.comparing.measures",
     "analysis.guarding.guarded_calls": "analysis.guarding.guard",
     "analysis.guarding.kept_call": "analysis.guarding.origin",
     "analysis.sweeping": "analysis",

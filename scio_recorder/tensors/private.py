@@ -296,13 +296,12 @@ def memory_of(tensor: Tensor) -> int:
 
 
 @needs("torch.autograd._unsafe_preserve_version_counter", "running a net without a trace")
-def restoring_version(tensor: Tensor) -> Callable[[], Any]:
-    """Return a function that sets a tensor's version counter to what it is now."""
-    if tensor.is_inference():
-        return lambda: None
-    # Made for a block, whose end sets the counter, as often as it is called.
-    block = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
-    return block.__exit__  # type: ignore[no-any-return]  # a method of torch's
+def restoring_versions(tensors: Sequence[Tensor]) -> Callable[[], Any]:
+    """Return a function that sets the version counters of tensors to what they are now."""
+    counted = tuple([one for one in tensors if not one.is_inference()])
+    # Made for a block, whose end sets the counters, as often as it is called.
+    block = torch.autograd._unsafe_preserve_version_counter(counted)  # type: ignore[attr-defined]
+    return block.__exit__
 
 
 @needs("Tensor._is_view", "recording with gradients")

@@ -7,7 +7,7 @@ Those of `private` itself run in the package as well.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,15 +140,18 @@ def finds_hooks_on_all(hooks_on_all_modules: Callable[[], tuple[dict[int, Any], 
         handle.remove()
 
 
-def puts_back_version(restoring_version: Callable[[Tensor], Callable[[], None]]) -> bool:
-    tensor = torch.zeros(1).add_(1)
-    put_back = restoring_version(tensor)
+def puts_back_versions(
+    restoring_versions: Callable[[Sequence[Tensor]], Callable[[], object]],
+) -> bool:
+    tensors = [torch.zeros(1).add_(1), torch.zeros(1)]
+    put_back = restoring_versions(tensors)
     versions = []
     for _ in range(2):
-        tensor.add_(1)
+        for tensor in tensors:
+            tensor.add_(1)
         put_back()
-        versions.append(tensor._version)
-    return versions == [1, 1]
+        versions.append([tensor._version for tensor in tensors])
+    return versions == [[1, 0], [1, 0]]
 
 
 def removes_both(remove: Callable[[nn.Module, int], None]) -> bool:
@@ -304,7 +307,7 @@ EXAMPLES: dict[str, Callable[[Any], bool]] = {
     "is_any_autocast_on": sees_autocast,
     "forward_hooks": finds_both_hooks,
     "hooks_on_all_modules": finds_hooks_on_all,
-    "restoring_version": puts_back_version,
+    "restoring_versions": puts_back_versions,
     "remove_hook": removes_both,
     "is_saved": distinguishes_saved_buffer,
     "compiled_call": finds_compiled_call,

@@ -69,11 +69,12 @@ def match_sides(
             split.append(layer.name)
         else:
             pairs.append(pair)
-    matched = {rows[0].name for rows in calls.values() if rows}
-    matched |= {pair.partner.name for pair in pairs}
-    names = [other[label].name for label in other.in_order(candidate.labels)]
+    # Layers by the names of their modules, and operations by their own.
+    matched = {row.label for rows in calls.values() for row in rows}
+    paired = {pair.partner.name for pair in pairs}
+    rest = other.in_order(label for label in candidate.labels if label not in matched)
     mine = _distinct(alone + split)
-    theirs = _distinct([name for name in names if name not in matched])
+    theirs = _distinct(name for label in rest if (name := other[label].name) not in paired)
     if split:
         warn(
             f"{_some(split)} can't be compared: this process has only a shard of what they return. "

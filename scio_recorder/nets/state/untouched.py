@@ -50,7 +50,7 @@ from scio_recorder.nets.state.moment import (
     sampled,
 )
 from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.copies import Version, is_dense, is_plain, version_of
+from scio_recorder.tensors.copies import Version, is_plain, version_of
 from scio_recorder.tensors.private_distributed import fsdp_modules
 from scio_recorder.tensors.structures import slots
 
@@ -320,18 +320,15 @@ class _TensorNote(NamedTuple):
     requires_grad: bool
     # -1 if it was made in inference mode.
     version: Version
-    put_back_version: Callable[[], None]
 
 
 def _noted(tensor: Tensor, *, with_values: bool) -> _TensorNote:
     written = data = tensor.data
-    if is_dense(data) and 0 in data.stride():
+    has_strides = data.layout is torch.strided and not data.is_nested
+    if has_strides and 0 in data.stride():
         written = data[tuple(slice(None if step else 1) for step in data.stride())]
     values = written.detach().clone() if with_values else None
-    version, put_back_version = version_of(tensor), private.restoring_version(tensor)
-    return _TensorNote(
-        tensor, data, written, values, tensor.requires_grad, version, put_back_version
-    )
+    return _TensorNote(tensor, data, written, values, tensor.requires_grad, version_of(tensor))
 
 
 def _marks_of(notes: Sequence[_TensorNote]) -> list[tuple[int, int, bool]]:
@@ -428,6 +425,9 @@ class NetState:
             note = _noted(one, with_values=id(one) not in too_large)
             is_weight = type(one) is nn.Parameter and is_plain(one) and note.version != -1
             (self._weights if is_weight else self._tensors).append(note)
+        # A graph that holds a tensor is then as good as before.
+        kept = [one for one in tensors if id(one) not in too_large]
+        self._restore_versions = private.restoring_versions(kept)
         # Passes write to few weights, and most passes to none.
         self._marks = _marks_of(self._weights)
         self._sampled = sampled([note.tensor for note in self._weights])
@@ -459,6 +459,7 @@ class NetState:
         is_same = not thorough and self._marks == _marks_of(self._weights)
         is_same = is_same and same_samples(self._samples, joined(self._sampled))
         self._put_back_tensors([*self._tensors, *(() if is_same else self._weights)])
+        self._restore_versions()
         self._restore_gradient_hooks()
         if self._random is not None:
             restore_random(self._random)
@@ -483,7 +484,7 @@ class NetState:
     @torch.no_grad()
     def _put_back_tensors(self, notes: list[_TensorNote]) -> None:
         self._lost = []
-        for tensor, data, written, values, requires_grad, version, put_back_version in notes:
+        for tensor, data, written, values, requires_grad, version in notes:
             is_inference = version == -1
             if values is not None:
                 with torch.inference_mode(is_inference):
@@ -496,9 +497,6 @@ class NetState:
                 tensor.data = data
             if tensor.requires_grad != requires_grad and tensor.is_leaf:
                 tensor.requires_grad_(requires_grad)
-            if values is not None:
-                # A graph that holds the tensor is as good as before.
-                put_back_version()
 
     def warn_of_traces(self) -> None:
         """Warn of what may have changed and can't be put back."""
