@@ -36,7 +36,7 @@ from scio_recorder.stores.disk_format.description import (
     manifest_name,
 )
 from scio_recorder.stores.disk_format.folder import Folder
-from scio_recorder.stores.disk_format.run import scan
+from scio_recorder.stores.disk_format.reader import scan
 from scio_recorder.stores.disk_format.tensor_file import file_writer
 from scio_recorder.workers.parts import progress_of
 

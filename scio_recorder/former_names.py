@@ -37,6 +37,7 @@ MOVED = {
     "recording.collect.nodes": "recording.row_kinds",
     "recording.collect.rows": "recording.rows",
     "recording.collect.tokens": "recording.row_kinds",
+    "recording.resuming": "recording.collection",
     "reductions.digest": "reductions.plain",
     "reductions.fold": "reductions.plain",
     "reductions.positions": "reductions.plain",
@@ -46,6 +47,7 @@ MOVED = {
     "stores.column": "stores.buffers",
     "stores.disk_format.progress": "workers.parts",
     "stores.disk_format.row_reader": "stores.disk_format.reader",
+    "stores.disk_format.run": "stores.disk_format.reader",
     "stores.joined": "stores.disk_format.reader",
     "stores.room": "stores.memory",
 }

@@ -11,8 +11,7 @@ from torch import nn
 
 from scio_recorder.nets.offers import nearest
 from scio_recorder.recording.row_kinds import Nodes, Tokens
-from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME
-from scio_recorder.stores.disk_format.medium import is_url
+from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME, is_url
 from scio_recorder.tensors.copies import DTYPES
 
 _ROWS = {"tokens": Tokens, "nodes": Nodes}

@@ -47,10 +47,9 @@ from scio_recorder.errors import CollectError, RecorderError, RecordingError
 from scio_recorder.layer import counted
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import open_recording
+from scio_recorder.recording.collection import what_is_durable
 from scio_recorder.recording.recording import opened
-from scio_recorder.recording.resuming import what_is_durable
-from scio_recorder.stores.disk_format.description import medium_at
-from scio_recorder.stores.disk_format.medium import is_url
+from scio_recorder.stores.disk_format.description import is_url, medium_at
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.workers.parts import progress_of, terminable
 

@@ -26,7 +26,7 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import open_recording
 from scio_recorder.recording.feed import Feed
-from scio_recorder.stores.disk_format.medium import is_url
+from scio_recorder.stores.disk_format.description import is_url
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 

@@ -293,8 +293,8 @@ class AnalysisMethods(Collecting):
         (tensor([0., 0., 0., 1., 1., 1., 2., 2., 2., 3., 3., 3.]), 1000000000000)
         >>> folder.cleanup()
         """
+        from scio_recorder.recording.collection import saying_what_is_durable
         from scio_recorder.recording.options import CollectOptions
-        from scio_recorder.recording.resuming import saying_what_is_durable
         from scio_recorder.workers.parts import Parts
 
         asked = CollectOptions.among({**locals(), "resume": True})

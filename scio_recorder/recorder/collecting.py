@@ -342,10 +342,9 @@ class Collecting:
         torch.Size([4, 4])
         """
         from scio_recorder.display.progress import progress_bar
-        from scio_recorder.recording.collection import Collection
+        from scio_recorder.recording.collection import Collection, saying_what_is_durable
         from scio_recorder.recording.feed import Feed
         from scio_recorder.recording.options import CollectOptions
-        from scio_recorder.recording.resuming import saying_what_is_durable
 
         asked = CollectOptions.among(locals())
         feed = Feed(batches, asked, share=self._share_of(batches, has_ids=sample_ids is not None))
@@ -565,10 +564,13 @@ class Collecting:
         >>> collection.recording["0-1"].shape
         torch.Size([12, 1])
         """
-        from scio_recorder.recording.collection import CollectedPasses, Collection
+        from scio_recorder.recording.collection import (
+            CollectedPasses,
+            Collection,
+            saying_what_is_durable,
+        )
         from scio_recorder.recording.feed import Feed
         from scio_recorder.recording.options import CollectOptions
-        from scio_recorder.recording.resuming import saying_what_is_durable
 
         if self._collected is not None:
             raise CollectError(

@@ -26,13 +26,85 @@ from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.intake import CurrentBatch, Intakes
 from scio_recorder.recording.made_with import made_with
 from scio_recorder.recording.options import CollectOptions, LayerOptions
-from scio_recorder.recording.recording import Recording
-from scio_recorder.recording.resuming import Durable, check_ids_of_all
+from scio_recorder.recording.recording import Recording, open_recording
 from scio_recorder.recording.rows import BatchRows, Source
-from scio_recorder.stores import Job, State, Store, as_store
+from scio_recorder.stores import Job, State, Store, StoreWriter, as_store
 from scio_recorder.stores.disk import check_copies
+from scio_recorder.stores.disk_format.description import complete_ranks, medium_at, read_description
 from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.disk_format.reader import refuse_repeated_ids, scan
 from scio_recorder.tensors.digests import weights_digest
+
+
+class Durable:
+    """Counts the samples and rows that come, beside those that are durable already.
+
+    Parameters
+    ----------
+    writer : StoreWriter
+        The writer of the store, which has just been opened.
+    """
+
+    def __init__(self, writer: StoreWriter) -> None:
+        self.is_complete = writer.is_complete
+        self._ids = writer.sample_ids
+        self._samples, self._rows = len(self._ids), writer.num_found_rows
+        # What has come: only batches that are taken count.
+        self.samples_come = self.rows_come = 0
+
+    def num_to_skip(self, ids: Ids, *, by_batches: bool) -> int:
+        """Return the number of samples at the beginning of a batch that are durable already.
+
+        Parameters
+        ----------
+        ids : sequence
+            The ids of the batch's samples.
+        by_batches : bool
+            Whether a batch can't be divided.
+        """
+        first = self.samples_come
+        skip = min(max(0, self._samples - first), len(ids))
+        if by_batches and 0 < skip < len(ids):
+            raise CollectError(
+                f"the first {skip} of {len(ids)} samples of a batch are durable already, but "
+                "inputs are kept by whole batches: give the previous batch size"
+            )
+        durable = self._ids[first : first + skip] if skip else ()
+        for position, (one, other) in enumerate(zip(ids, durable, strict=False), first):
+            if one != other:
+                raise CollectError(
+                    f"sample {position} of the loader is {one!r}, but was {other!r} when the "
+                    "recording began: give the same samples in the same order (no shuffling)"
+                )
+        return skip
+
+    def holds_rows(self, number: int) -> bool:
+        """Whether the next rows, this many, are durable already."""
+        return 0 < number <= self._rows - self.rows_come
+
+    def check(self, *, is_end: bool = True) -> None:
+        """Refuse data with another number of samples, or of rows, than are durable.
+
+        Parameters
+        ----------
+        is_end : bool, default True
+            Whether all samples have come.
+        """
+        durable = self._samples, self._rows
+        came = self.samples_come, self.rows_come if self._rows else 0
+        samples, rows = (f"{number}{'' if is_end else ' or more'}" for number in came)
+        counted = (f" in {durable[1]} rows", f" in {rows} rows") if durable[1] else ("", "")
+        what = f"holds {durable[0]} samples{counted[0]} already, and {samples}{counted[1]} came now"
+        if self.is_complete and came != durable and (is_end or came > durable):
+            raise CollectError(
+                f"the recording is complete: it {what}. Read it with open_recording, give the "
+                "data that it was made from, or choose another folder"
+            )
+        if not self.is_complete and is_end and (came[0] < durable[0] or came[1] < durable[1]):
+            raise CollectError(
+                f"the recording {what}: give the same loader, or the same passes, as when it was "
+                "begun"
+            )
 
 
 @dataclass
@@ -70,8 +142,8 @@ class Collection:
         self._has: dict[str, bool] = {}
         # The number of samples at labelling, if known.
         self._labelled: tuple[int] | None = None
-        # Whether the current batch is taken, and the number of its rows without repeats.
-        self._is_taken, self._num_own_rows = True, 0
+        # The current batch, whether it is taken, and the number of its rows without repeats.
+        self._current, self._is_taken, self._num_own_rows = CurrentBatch(), True, 0
 
     def open(self) -> None:
         """Open the store, and make what receives the outputs of layers."""
@@ -151,9 +223,10 @@ class Collection:
         # Given ids need no running index, and continued samples have theirs.
         if (self._is_taken or feed.is_numbering) and (rows is None or rows.num_samples):
             is_first = rows is None and feed.number == 0
-            net, shape = self.capture.net, self.layers.architecture[0, 1].input_shape
-            if is_first and self.asked.sample_ids is None:
-                advice.refuse_sample(net, shape, inputs)
+            if is_first:
+                net, shape = self.capture.net, self.layers.architecture[0, 1].input_shape
+                if self.asked.sample_ids is None:
+                    advice.refuse_sample(net, shape, inputs)
             ids, number = feed.ids(batch, inputs, None if rows is None else rows.num_samples)
             if is_first:
                 self._labelled = advice.labelled_number(net, shape, inputs, number)
@@ -167,7 +240,7 @@ class Collection:
         is_durable = skip == len(ids) if number else durable.holds_rows(own.num_rows)
         kept = own.of_some(skip, own.num_samples) if skip else own
         is_part = bool(skip or num_repeats)
-        self._intakes.begin(CurrentBatch(batch, ids, kept, skip, is_part, self._writer.start))
+        self._current = CurrentBatch(batch, ids, kept, skip, is_part, self._writer.start)
         return self._is_taken and not (is_durable or durable.is_complete)
 
     def _rows_of(self, batch: Any, inputs: Inputs, is_taken: bool) -> BatchRows | None:
@@ -192,11 +265,12 @@ class Collection:
         run : callable
             Runs a pass with a sink, and returns the network's output.
         """
-        return self._intakes.take(run, self.feed.number, self._state)
+        return self._intakes.take(self._current, run, self.feed.number, self._state)
 
     def drop(self) -> None:
         """Drop the batch, which has failed: it may come again."""
-        self.feed.forget(self._intakes.current.ids)
+        self.feed.forget(self._current.ids)
+        self._current = CurrentBatch()
         self._intakes.drop()
         if self._continuing is not None:
             self._continuing.drop()
@@ -209,8 +283,9 @@ class Collection:
         output : any
             The network's output, if others run the pass.
         """
-        current, durable = self._intakes.current, self._durable
-        current.batch = None
+        current, durable = self._current, self._durable
+        # The next batch may be refused before it begins.
+        self._current, current.batch = CurrentBatch(), None
         self.feed.num_samples += len(current.ids)
         if self._continuing is not None:
             self._continuing.count_pass(output)
@@ -306,6 +381,19 @@ def go_through(
     if is_of_ranks and recording.path is not None and not collection.layers.has_shards:
         check_ids_of_all(recording.path)
     return recording
+
+
+def check_ids_of_all(path: str) -> None:
+    """Refuse samples that two processes have; the last one to end sees those of all.
+
+    Parameters
+    ----------
+    path : str
+        The recording that several processes fill, of which this one has ended.
+    """
+    with contextlib.closing(medium_at(path)) as medium:
+        if len(complete_ranks(medium)) == read_description(medium).world_size:
+            refuse_repeated_ids(path, scan(medium))
 
 
 def _open(collection: Collection, together: InStep) -> None:
@@ -494,3 +582,49 @@ class CollectedPasses:
         if collection.begin(batch, Inputs((), batch), is_taken=is_taken):
             return collection.take(lambda sink: capture.run(call, *inputs, sink=sink, **options))
         return capture.run(call, *inputs, **options)
+
+
+@contextlib.contextmanager
+def saying_what_is_durable(
+    store: str | Store | None, num_parts: int | None = None
+) -> Iterator[None]:
+    """Let Ctrl-C inside the block say in a note how to continue with what is on disk.
+
+    Parameters
+    ----------
+    store : str, Store or None
+        As given to ``collect``.
+    num_parts : int, optional
+        The number of parts, if processes fill the store in parts.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        path = getattr(as_store(store), "path", None)
+        text = "" if path is None else what_is_durable(path, num_parts)
+        if text:
+            interruption.add_note(text)
+        raise
+
+
+def what_is_durable(path: str, num_parts: int | None) -> str:
+    """Say how to continue with what a collection has on disk; empty if there is nothing.
+
+    Parameters
+    ----------
+    path : str
+        Where the recording lies.
+    num_parts : int or None
+        The number of parts, if there are parts.
+    """
+    try:
+        if num_parts is not None:
+            with contextlib.closing(medium_at(path)) as medium:
+                done = len(complete_ranks(medium))
+            others = "durable data of the others stays, and the same call goes on"
+            return f"{done:,} of {num_parts:,} parts are complete, {others}"
+        samples = open_recording(path).num_samples
+    except RecorderError:
+        # There is no recording yet.
+        return ""
+    return f"{samples:,} samples are durable, resume=True goes on after them" if samples else ""

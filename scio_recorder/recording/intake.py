@@ -343,7 +343,7 @@ class Intakes:
         self._intakes = [*self.storing.values(), *self._reducing.values()]
         self.receivers = {label: storing.receive for label, storing in self.storing.items()}
         self.receivers |= {label: one.receive for label, one in self._reducing.items()}
-        self.begin(CurrentBatch())
+        self._begin(CurrentBatch())
         # Kept calls of the current pass, if inputs are kept, and digests of weights.
         self._calls: dict[RowIdx, dict[str, Any]] = {}
         self._weights = Weights()
@@ -358,7 +358,7 @@ class Intakes:
             with parsing("the state of the recording to go on with"):
                 self._restore(writer.state)
 
-    def begin(self, current: CurrentBatch) -> None:
+    def _begin(self, current: CurrentBatch) -> None:
         """Go on to a batch."""
         self.current = current
         for intake in self._intakes:
@@ -383,11 +383,19 @@ class Intakes:
             call["output"] = digest_of(activation)
         receive(activation)
 
-    def take(self, run: Callable[[Intakes], Any], number: int, state: Callable[[], State]) -> Any:
-        """Run the pass of the current batch, and commit it.
+    def take(
+        self,
+        current: CurrentBatch,
+        run: Callable[[Intakes], Any],
+        number: int,
+        state: Callable[[], State],
+    ) -> Any:
+        """Run the pass of a batch, and commit it.
 
         Parameters
         ----------
+        current : CurrentBatch
+            The batch.
         run : callable
             Runs a pass with this sink, and returns the network's output.
         number : int
@@ -395,7 +403,7 @@ class Intakes:
         state : callable
             Returns the state to commit.
         """
-        current = self.current
+        self._begin(current)
         self._calls = {}
         # Before the pass, since one that can't be kept need not run. Rows kept nowhere take no
         # memory.
@@ -451,7 +459,7 @@ class Intakes:
 
     def drop(self) -> None:
         """Drop the batch, which has failed: it may come again."""
-        self.begin(CurrentBatch())
+        self._begin(CurrentBatch())
         for intake in self._reducing.values():
             intake.drop()
 

@@ -54,6 +54,13 @@ class BatchRows:
         The half of the net, "encoder" or "decoder", that may have as many lines of its own.
     has_others : bool
         Whether the net also receives something with positions of its own, such as an image.
+
+    Attributes
+    ----------
+    num_rows : int
+        The number of kept rows.
+    are_samples, are_whole_batch : bool
+        Whether each row is a sample, and whether besides none is left out.
     """
 
     dims: tuple[str, ...]
@@ -71,20 +78,10 @@ class BatchRows:
         """Return the rows of a batch of this many samples, in which each sample is a row."""
         return cls(("batch",), (number,), number, labelled=labelled)
 
-    @property
-    def are_samples(self) -> bool:
-        """Whether each row is a sample."""
-        return not self.columns
-
-    @property
-    def are_whole_batch(self) -> bool:
-        """Whether each row is a sample and none is left out."""
-        return self.index is None and self.are_samples
-
-    @property
-    def num_rows(self) -> int:
-        """The number of kept rows."""
-        return math.prod(self.shape) if self.index is None else len(self.index)
+    def __post_init__(self) -> None:
+        self.num_rows = math.prod(self.shape) if self.index is None else len(self.index)
+        self.are_samples = not self.columns
+        self.are_whole_batch = self.index is None and self.are_samples
 
     def of_some(self, first: int, stop: int) -> BatchRows:
         """Return the rows of samples ``first`` to ``stop``; the others still count."""

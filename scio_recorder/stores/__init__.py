@@ -8,7 +8,7 @@ from scio_recorder.errors import CollectError
 from scio_recorder.nets.offers import nearest
 from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.disk import Disk
-from scio_recorder.stores.disk_format.medium import is_url
+from scio_recorder.stores.disk_format.description import is_url
 from scio_recorder.stores.memory import Auto, Device, Host, Plan
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,17 +34,17 @@ from scio_recorder.stores.buffers import Column, DeviceBuffer, HostBuffer, wait_
 from scio_recorder.stores.disk_format.description import (
     check_settings,
     holds_recording,
+    is_url,
     medium_at,
     place_of,
+    row_column,
 )
-from scio_recorder.stores.disk_format.ids import Ids, to_ids
-from scio_recorder.stores.disk_format.medium import is_url
-from scio_recorder.stores.disk_format.reader import RunReader
-from scio_recorder.stores.disk_format.run import Run
+from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.disk_format.reader import Run, RunReader
 from scio_recorder.stores.disk_format.tensor_file import dump, parse
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
-from scio_recorder.stores.disk_tensor import held_by, name_in_chunk
-from scio_recorder.stores.kept_inputs import KeptCalls, pack, unpack
+from scio_recorder.stores.disk_tensor import held_by
+from scio_recorder.stores.kept_inputs import pack, unpack
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.processes import ProcessRank, this_process
@@ -193,7 +194,7 @@ class DiskWriter(StoreWriter):
     """Buffers whole batches until they make a chunk, and has the chunk written; see the NOTE."""
 
     def __init__(self, job: Job, store: Disk) -> None:
-        super().__init__()
+        super().__init__(for_file=True)
         self._architecture = job.architecture
         self._store = store
         self._path = store.path
@@ -202,7 +203,6 @@ class DiskWriter(StoreWriter):
         # The memory of each column that is being written while the other is filled.
         self._resting: dict[RowIdx | str, DeviceBuffer] = {}
         self._staged: list[Ids] = []
-        self.calls = KeptCalls(for_file=True)
         self._committed_at = 0.0
         self._writer: RunWriter | None = None
         # It begins with the first chunk, after the forks of loaders.
@@ -219,7 +219,7 @@ class DiskWriter(StoreWriter):
     def column(self, key: RowIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Return a buffer for the rows of the next chunk."""
         if self._found is not None:
-            stored = self._found.get(name_in_chunk(key))
+            stored = self._found.get(_name_in_chunk(key))
             if stored != spec:
                 named = key if isinstance(key, str) else f"layer {self._architecture[key]}"
                 text = (
@@ -301,10 +301,10 @@ class DiskWriter(StoreWriter):
         self._wait()
         writer = self._writer = self._writer or self._created()
         # Not before: the traceback of a failure would refer to it.
-        chunk = {name_in_chunk(key): one.array[: self.start] for key, one in self.columns.items()}
+        chunk = {_name_in_chunk(key): one.array[: self.start] for key, one in self.columns.items()}
         for key, column in self.columns.items():
             self._resting[key] = column.turn_to(self._resting[key])
-        ids = to_ids([value for part in self._staged for value in part])
+        ids: list[Any] = list(chain.from_iterable(self._staged))
         kept = self.calls.take()
         rows = self.start if self.counts_rows else None
 
@@ -384,6 +384,10 @@ class DiskWriter(StoreWriter):
             if not reader.complete:
                 # Opened at once, so that another active writer is noticed before any pass.
                 self._writer = self._resumed()
+
+
+def _name_in_chunk(key: RowIdx | str) -> str:
+    return row_column(key) if isinstance(key, str) else text_of(key)
 
 
 def check_shards(architecture: Architecture, settings: dict[str, Any], store: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.layer import Layer, RowIdx, text_of
+from scio_recorder.layer import Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.disk_format.description import row_column
 from scio_recorder.stores.disk_format.reader import JoinedReader, RowReader, RunReader
@@ -172,11 +172,6 @@ class DiskTensor(Tensor):
 
 def _loaded(value: Tensor) -> Tensor:
     return value._read(0, len(value)) if isinstance(value, DiskTensor) else value
-
-
-def name_in_chunk(key: RowIdx | str) -> str:
-    """Return the name of a layer, or of a column of rows, in a chunk."""
-    return row_column(key) if isinstance(key, str) else text_of(key)
 
 
 def held_by(reader: RunReader, architecture: Architecture) -> Held:

@@ -42,8 +42,7 @@ from scio_recorder.stores.disk_format.description import (
     read_description,
 )
 from scio_recorder.stores.disk_format.medium import Medium, accessing
-from scio_recorder.stores.disk_format.reader import RunReader
-from scio_recorder.stores.disk_format.run import refuse_repeated_ids
+from scio_recorder.stores.disk_format.reader import RunReader, refuse_repeated_ids
 from scio_recorder.stores.disk_format.tensor_file import (
     dump,
     parse,
@@ -183,8 +182,8 @@ class Parts:
         ):
             path = self._medium.path
             self._medium.check_writable(0)
-            check_begun(self._medium, self.num_parts, header)
             with accessing(path):
+                check_begun(self._medium, self.num_parts, header)
                 claims = Claims(self._medium, self.num_parts, holder, clock=seconds)
             if claims.is_finished:
                 self._check_complete()

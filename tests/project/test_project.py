@@ -63,11 +63,10 @@ SEAM = (
     "nets.records nets.refusals nets.selection nets.sharded nets.state.*",
     "recording recording.advice recording.collection recording.feed recording.loader",
     "recording.made_with recording.options recording.readable recording.recording",
-    "recording.resuming",
     "recording.row_kinds recording.rows recording.statistics",
     "stores stores.disk stores.disk_tensor stores.kept_inputs stores.store",
     "stores.disk_format.description stores.disk_format.ids",
-    "stores.disk_format.medium stores.disk_format.reader stores.disk_format.run",
+    "stores.disk_format.medium stores.disk_format.reader",
     "stores.disk_format.tensor_file stores.disk_format.writer",
 )
 PUBLIC_OF_CORE = {module for modules in SEAM for module in modules.split()}

@@ -186,6 +186,17 @@ def test_a_pass_that_fails_counts_for_nothing() -> None:
     assert list(recording.sample_ids) == [5, 4, 7, 8, 9, 2]
 
 
+def test_ids_that_are_refused_leave_those_before_taken() -> None:
+    net, ids = Net().eval(), iter([[0, 1], [1, 2], [0, 1], [1, 2]])
+    rnet = recorder(net)
+    with rnet.collecting(sample_ids=lambda batch: next(ids)) as collection:
+        net(torch.ones(2, 4))
+        for repeated in (1, 0, 1):
+            with pytest.raises(CollectError, match=f"the id {repeated}, which an earlier sample"):
+                net(torch.ones(2, 4))
+    assert list(collection.recording.sample_ids) == [0, 1]
+
+
 def test_reductions_that_refuse_a_pass_keep_those_before() -> None:
     net = Net().eval()
     rnet = recorder(net, "first")

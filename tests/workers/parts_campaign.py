@@ -23,7 +23,7 @@ from scio_recorder import RecordingError, open_recording
 from scio_recorder.reductions import Covariance, Mean
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import bucket, system
-from scio_recorder.stores.disk_format.medium import is_url
+from scio_recorder.stores.disk_format.description import is_url
 from scio_recorder.workers import leases
 from scio_recorder.workers.leases import STALE_AFTER
 from tests.object_store import Traffic, at_random, by_hand, environment, object_store

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +19,14 @@ import torch
 from scio_recorder.errors import CollectWarning, RecordingError, warn
 from scio_recorder.layer import TensorSpec, few
 from scio_recorder.stores.disk_format.bucket import Bucket
-from scio_recorder.stores.disk_format.medium import Medium, accessing, is_url, parsing
+from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing, parsing
 from scio_recorder.stores.disk_format.tensor_file import (
     JSON,
     TensorFile,
+    dump,
     expect,
+    file_writer,
+    parse,
     table_from_json,
     table_to_json,
 )
@@ -42,6 +45,7 @@ _SHOWN = 10
 _REMAINS = re.compile(
     r"lock-\d{5}|lease-.*|recording\.safetensors\.\d{5}-[0-9a-f]{16}\.tmp", re.ASCII
 )
+_URL = re.compile(r"(s3|gs|az)://", re.ASCII)
 # A URL may have lost a slash on its way through a path object.
 _PREFIX = re.compile(r"disk:|[a-z][a-z0-9+.-]*:/+", re.ASCII | re.IGNORECASE)
 
@@ -104,6 +108,17 @@ class Description:
             "header": self.header,
         }
 
+    @cached_property
+    def write(self) -> Callable[[WriteAt], str]:
+        """A function that writes its file; `ValueError` or `TypeError` if no file can hold it."""
+        return file_writer({}, self.to_json())
+
+    def as_read(self) -> Description:
+        """Return what readers will find; `ValueError` or `TypeError` if no file can hold it."""
+        found = Description.from_json(parse(dump(self.to_json())))
+        _ = found.write
+        return found
+
     @classmethod
     def from_json(cls, value: Any) -> Description:
         """Return the description that `to_json` wrote."""
@@ -162,6 +177,17 @@ def read_description(medium: Medium) -> Description:
         ) from None
     with parsing(file.path):
         return Description.from_json(file.content)
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a text names a place in a bucket, not a folder.
+
+    Examples
+    --------
+    >>> is_url("s3://bucket/run"), is_url("runs/cifar10")
+    (True, False)
+    """
+    return _URL.match(os.fspath(path)) is not None
 
 
 def place_of(path: str | os.PathLike[str]) -> str:
@@ -328,7 +354,6 @@ def _short(value: object) -> str:
 
 def check_empty(medium: Medium) -> None:
     """Refuse a place that holds anything but the beginning of a recording."""
-    with accessing(medium.path):
-        others = [name for name in medium.names() if not _REMAINS.fullmatch(name)]
+    others = [name for name in medium.names() if not _REMAINS.fullmatch(name)]
     if others and DESCRIPTION_NAME not in others:
         raise RecordingError(f"{medium.path} is not empty: it holds {others[0]!r}; choose another")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import abc
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import index as as_integer
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, Self, TypeAlias, TypeVar, overload
 
 import numpy
 
@@ -59,10 +59,17 @@ class SampleIds(OnDemand[int | str]):
         self.check(part)
         self._append(part)
 
-    def join(self, others: SampleIds) -> None:
-        """Append the ids of another writer, which may be of another type."""
-        for part in others._parts:
-            self._append(part)
+    @classmethod
+    def joined(cls, writers: Iterable[Iterable[Ids]]) -> Self:
+        """Return the ids of several writers; those of each are of one type, or `ValueError`."""
+        whole = cls()
+        for parts in writers:
+            own = cls()
+            for part in parts:
+                own.add(part)
+            for part in own._parts:
+                whole._append(part)
+        return whole
 
     def check(self, part: Ids) -> None:
         """Raise `ValueError` for ids of another type than the earlier ones, or for too many."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import abc
 import errno
-import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -17,20 +15,8 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from scio_recorder.errors import RecordingError
 
 _T = TypeVar("_T")
-_URL = re.compile(r"(s3|gs|az)://", re.ASCII)
 # Writes data at an offset of a file that is not in place yet. The data must not change until then.
 WriteAt: TypeAlias = Callable[[int, bytes | memoryview], None]
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a text names a place in a bucket, not a folder.
-
-    Examples
-    --------
-    >>> is_url("s3://bucket/run"), is_url("runs/cifar10")
-    (True, False)
-    """
-    return _URL.match(os.fspath(path)) is not None
 
 
 @contextmanager

@@ -28,8 +28,7 @@ from scio_recorder.stores.disk_format.description import (
 )
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
 from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
-from scio_recorder.stores.disk_format.reader import KeptBatches, Packed
-from scio_recorder.stores.disk_format.run import Chunk, Run, scan
+from scio_recorder.stores.disk_format.reader import Chunk, KeptBatches, Packed, Run, scan
 from scio_recorder.stores.disk_format.tensor_file import (
     JSON,
     Table,
@@ -165,10 +164,8 @@ class RunWriter:
         run = uuid.uuid4().hex
         description = Description(run, world_size, dict(layers), dict(header), columns)
         try:
-            # Values that JSON converted to its own types now equal those that will be read back.
-            said = parse(dump(description.to_json()))
-            description = Description.from_json(said)
-            file_writer({}, said)
+            # Values that JSON converts to its own types must equal those that will be read back.
+            description = description.as_read()
         except (TypeError, ValueError, RecursionError) as cause:
             raise CollectError(f"a recording can't be described: {cause}") from cause
         return cls(os.fspath(path), rank, description, right)
@@ -404,7 +401,7 @@ def begun(folder: Medium, description: Description, rank: int) -> Run:
     if not folder.has(DESCRIPTION_NAME):
         check_empty(folder)
         with suppress(FileExistsError):
-            folder.put(DESCRIPTION_NAME, f"{rank:05d}", file_writer({}, description.to_json()))
+            folder.put(DESCRIPTION_NAME, f"{rank:05d}", description.write)
             return Run(description, {rank: []})
     run = scan(folder, rank)
     if run.description.run != description.run:
