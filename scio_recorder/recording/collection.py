@@ -240,7 +240,8 @@ class Collection:
         is_durable = skip == len(ids) if number else durable.holds_rows(own.num_rows)
         kept = own.of_some(skip, own.num_samples) if skip else own
         is_part = bool(skip or num_repeats)
-        self._current = CurrentBatch(batch, ids, kept, skip, is_part, self._writer.start)
+        start = self._writer.start
+        self._current = CurrentBatch(batch, feed.number, ids, kept, skip, is_part, start)
         return self._is_taken and not (is_durable or durable.is_complete)
 
     def _rows_of(self, batch: Any, inputs: Inputs, is_taken: bool) -> BatchRows | None:
@@ -265,7 +266,7 @@ class Collection:
         run : callable
             Runs a pass with a sink, and returns the network's output.
         """
-        return self._intakes.take(self._current, run, self.feed.number, self._state)
+        return self._intakes.take(self._current, run, self._state)
 
     def drop(self) -> None:
         """Drop the batch, which has failed: it may come again."""

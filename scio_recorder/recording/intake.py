@@ -39,6 +39,7 @@ class CurrentBatch:
     """The batch whose pass is running: its rows and ids, and what of it is kept."""
 
     batch: Any = None
+    number: int = 0
     # The ids of its samples, without repeats.
     ids: Ids = ()
     # The rows to keep.
@@ -343,7 +344,6 @@ class Intakes:
         self._intakes = [*self.storing.values(), *self._reducing.values()]
         self.receivers = {label: storing.receive for label, storing in self.storing.items()}
         self.receivers |= {label: one.receive for label, one in self._reducing.items()}
-        self._begin(CurrentBatch())
         # Kept calls of the current pass, if inputs are kept, and digests of weights.
         self._calls: dict[RowIdx, dict[str, Any]] = {}
         self._weights = Weights()
@@ -360,7 +360,6 @@ class Intakes:
 
     def _begin(self, current: CurrentBatch) -> None:
         """Go on to a batch."""
-        self.current = current
         for intake in self._intakes:
             intake.current = current
 
@@ -384,11 +383,7 @@ class Intakes:
         receive(activation)
 
     def take(
-        self,
-        current: CurrentBatch,
-        run: Callable[[Intakes], Any],
-        number: int,
-        state: Callable[[], State],
+        self, current: CurrentBatch, run: Callable[[Intakes], Any], state: Callable[[], State]
     ) -> Any:
         """Run the pass of a batch, and commit it.
 
@@ -398,8 +393,6 @@ class Intakes:
             The batch.
         run : callable
             Runs a pass with this sink, and returns the network's output.
-        number : int
-            The number of the batch, for messages.
         state : callable
             Returns the state to commit.
         """
@@ -408,7 +401,7 @@ class Intakes:
         # Before the pass, since one that can't be kept need not run. Rows kept nowhere take no
         # memory.
         if current.rows.columns and self._layers.keeps_rows:
-            self._put_columns(number)
+            self._put_columns(current)
         try:
             output = run(self)
             for reducing in self._reducing.values():
@@ -416,19 +409,19 @@ class Intakes:
         except BaseException:
             self.holds_failed_pass = current.is_reduced
             raise
-        self._commit(state)
+        self._commit(current, state)
         return output
 
-    def _put_columns(self, number: int) -> None:
-        """Keep the facts about each row of the batch with this number, beside the layers."""
-        current, given = self.current, self.current.rows.columns
+    def _put_columns(self, current: CurrentBatch) -> None:
+        """Keep the facts about each row of a batch, beside the layers."""
+        given = current.rows.columns
         self._column_names = self._column_names or list(given)
         for name in self._column_names:
             values = given.get(name)
             if values is None:
                 raise CollectError(
-                    f"batch {number} has no field {name!r}, which earlier batches had: give it "
-                    "with all batches, or say with fields= what to keep"
+                    f"batch {current.number} has no field {name!r}, which earlier batches had: "
+                    "give it with all batches, or say with fields= what to keep"
                 )
             if name == "sample":
                 values = values + (len(self._writer.sample_ids) - current.skip)
@@ -441,9 +434,8 @@ class Intakes:
                 )
             column.place(current.start, len(values)).copy_(values)
 
-    def _commit(self, state: Callable[[], State]) -> None:
+    def _commit(self, current: CurrentBatch, state: Callable[[], State]) -> None:
         """Count the pass, which has succeeded."""
-        current = self.current
         if self._layers.asked.dtype is not None:
             # Otherwise no value is rounded, and there is nothing to count layer by layer.
             for storing in self.storing.values():

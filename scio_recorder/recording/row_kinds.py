@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.recording.rows import (
-    BatchRows,
-    Fields,
-    Name,
-    Rows,
-    Source,
-    advice_on_lists,
-)
+from scio_recorder.recording.rows import BatchRows, Fields, Name, Rows, Source, advice_on_lists
 from scio_recorder.tensors.arguments import signature_of
 
 _ENCODER = ("input_ids", "inputs_embeds")

@@ -14,13 +14,12 @@ the first ones.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import chain
 from typing import Any
 
@@ -44,7 +43,7 @@ from scio_recorder.stores.disk_format.reader import Run, RunReader
 from scio_recorder.stores.disk_format.tensor_file import dump, parse
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.stores.disk_tensor import held_by
-from scio_recorder.stores.kept_inputs import pack, unpack
+from scio_recorder.stores.kept_inputs import KeptCalls, pack, unpack
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.processes import ProcessRank, this_process
@@ -194,7 +193,7 @@ class DiskWriter(StoreWriter):
     """Buffers whole batches until they make a chunk, and has the chunk written; see the NOTE."""
 
     def __init__(self, job: Job, store: Disk) -> None:
-        super().__init__(for_file=True)
+        super().__init__()
         self._architecture = job.architecture
         self._store = store
         self._path = store.path
@@ -203,6 +202,7 @@ class DiskWriter(StoreWriter):
         # The memory of each column that is being written while the other is filled.
         self._resting: dict[RowIdx | str, DeviceBuffer] = {}
         self._staged: list[Ids] = []
+        self.calls = KeptCalls(for_file=True)
         self._committed_at = 0.0
         self._writer: RunWriter | None = None
         # It begins with the first chunk, after the forks of loaders.
@@ -230,9 +230,8 @@ class DiskWriter(StoreWriter):
         self.devices.add(first.device)
         pinned = first.device.type == "cuda"
         self._resting[key] = HostBuffer(pinned=pinned)
-        buffer = HostBuffer(pinned=pinned)
-        column = self.columns[key] = Column(spec, buffer, first.shape[0])
-        return column
+        self.columns[key] = Column(spec, HostBuffer(pinned=pinned), first.shape[0])
+        return self.columns[key]
 
     def on_commit(self, ids: Ids, state: Callable[[], State]) -> None:
         """Make the buffer durable once it holds enough."""
@@ -260,16 +259,15 @@ class DiskWriter(StoreWriter):
                     self._thread.submit(self._writer.finish).result()
         finally:
             self._close()
-        return held_by(
-            self._reader(self._writer.run if self._writer is not None else None), self._architecture
-        )
+        run = None if self._writer is None else self._writer.run
+        return held_by(self._reader(run), self._architecture)
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Save what counts if possible, and close the folder."""
         try:
             if state is not None and self._staged:
                 # The earlier failure must be the one that is reported.
-                with contextlib.suppress(CollectError, RecordingError):
+                with suppress(CollectError, RecordingError):
                     self._flush(state)
         finally:
             self._close()

@@ -20,12 +20,7 @@ from torch import Tensor
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import RowIdx, TensorSpec, map_leaves
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.stores.buffers import (
-    Column,
-    DeviceBuffer,
-    HostBuffer,
-    wait_for,
-)
+from scio_recorder.stores.buffers import Column, DeviceBuffer, HostBuffer, wait_for
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 from scio_recorder.tensors.arguments import whole
 

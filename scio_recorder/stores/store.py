@@ -96,13 +96,13 @@ class StoreWriter(abc.ABC):
     and may act when a batch is committed (`on_commit`).
     """
 
-    def __init__(self, *, for_file: bool = False) -> None:
+    def __init__(self) -> None:
         # The row of the columns at which the current batch begins, and the number of all rows.
         self.start = self.num_rows = 0
         # Whether rows are counted apart from samples.
         self.counts_rows = False
         self.sample_ids = SampleIds()
-        self.calls = KeptCalls(for_file=for_file)
+        self.calls = KeptCalls()
         # All columns so far, and the devices from which copies into them may be pending.
         self.columns: dict[RowIdx | str, Column] = {}
         self.devices: set[torch.device] = set()

@@ -43,10 +43,7 @@ from scio_recorder.stores.disk_format.description import (
 )
 from scio_recorder.stores.disk_format.medium import Medium, accessing
 from scio_recorder.stores.disk_format.reader import RunReader, refuse_repeated_ids
-from scio_recorder.stores.disk_format.tensor_file import (
-    dump,
-    parse,
-)
+from scio_recorder.stores.disk_format.tensor_file import dump, parse
 from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.workers.leases import (
