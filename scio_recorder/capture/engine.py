@@ -327,7 +327,7 @@ class Capture:
         self._known[key] = setting
         own_code = [own.module for own in self.program.functions]
         for modules, in_mode in ((self.program.modules, False), (own_code, True)):
-            if not self._has_warned:
+            if modules and not self._has_warned:
                 layers = fusable(self.architecture, of_functions=in_mode)
                 self._has_warned = warn_of_other_kernels(layers, modules, "recorded")
         return setting

@@ -255,7 +255,8 @@ class Program:
         does not take where one is.
         """
         owners = {id(own.module) for own in self.functions}
-        modules = (row.module for row in self.architecture.values() if id(row.module) not in owners)
+        rows = self.architecture.values() if owners else ()
+        modules = (row.module for row in rows if id(row.module) not in owners)
         encoders = {id(one): one for one in modules if isinstance(one, nn.TransformerEncoder)}
         return [one for one in encoders.values() if owners & {*map(id, one.modules())}]
 

@@ -351,14 +351,15 @@ def _block(
     if rows is None:
         if feed.number == 0 and feed.asked.sample_ids is None:
             refuse_sample(net.net, root, inputs)
-        return SampleBlock(feed.ids(batch, inputs)[0], batch, feed.number)
+        ids, _ = feed.ids(batch, inputs)
+        return SampleBlock(ids, batch, net.feed, inputs, feed.number)
     source = Source(net.net, batch, inputs.named(net.net), feed.number, "", root, has_rows)
     found = rows.of(source)
     ids, _ = feed.ids(batch, inputs, found.num_samples)
     lengths = torch.bincount(found.columns["sample"], minlength=len(ids)).tolist()
     positions = torch.split(found.columns["position"], lengths)
     received = rows.all_real(source, found)
-    return SampleBlock(ids, batch, feed.number, found, received, positions)
+    return SampleBlock(ids, batch, net.feed, inputs, feed.number, found, received, positions)
 
 
 def _parts(one: RecordingSide, two: RecordingSide) -> Iterator[SampleBlock]:

@@ -153,12 +153,8 @@ def _take_apart(value: Any, place: tuple[Any, ...], around: frozenset[int], part
         parts[*place, "values"], parts[*place, "mask"] = masked.to_tensor(0), masked.get_mask()
     elif isinstance(value, Tensor):
         # Other wrappers have their numbers in the tensors inside.
-        whole = gathered(value)
-        inside = inner_tensors(whole)
-        if inside[0] is whole:
-            parts[place] = whole
-        else:
-            parts.update(((*place, number), one) for number, one in enumerate(inside))
+        for number, inner in enumerate(inner_tensors(gathered(value))):
+            parts[*place, number] = inner
     elif isinstance(value, _PLAIN):
         parts[place] = value
     elif isinstance(value, np.ndarray | np.generic):

@@ -47,6 +47,10 @@ class SampleBlock:
         The samples' ids.
     batch : any
         The loader's batch of these samples, if networks run.
+    feed : Feed or None
+        What made the inputs from it, for one network at least.
+    inputs : Inputs or None
+        These inputs.
     number : int
         The number of the batch, if networks run.
     rows : BatchRows or None
@@ -59,6 +63,8 @@ class SampleBlock:
 
     ids: Sequence[SampleId]
     batch: Any = None
+    feed: Feed | None = None
+    inputs: Inputs | None = None
     number: int = 0
     rows: BatchRows | None = None
     received: BatchRows | None = None
@@ -170,7 +176,9 @@ class NetworkSide:
 
     def _run(self, block: SampleBlock, run: Callable[[Any, Any], object]) -> None:
         """Let a function run the network on a batch."""
-        given = self.feed.inputs(block.batch)
+        given = block.inputs
+        if given is None or block.feed is not self.feed:
+            given = self.feed.inputs(block.batch)
         # Networks write into tensors, and fill caches.
         args, kwargs = map_tensors(twin, (given.args, given.kwargs))
         try:

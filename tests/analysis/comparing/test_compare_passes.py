@@ -622,3 +622,16 @@ def test_copies_are_not_shared_across_a_write_that_is_not_counted() -> None:
     assert [layer.inputs_equal for layer in difference.values()] == [True, True, False, True]
     assert difference.first is not None
     assert difference.first.layer.name == ""
+
+
+def test_inputs_are_made_once_for_both_networks() -> None:
+    given: list[Tensor] = []
+
+    def to_inputs(batch: Tensor) -> Tensor:
+        given.append(batch)
+        # Random inputs are the same for both.
+        return batch + torch.rand_like(batch)
+
+    one, two = recorder(make_net()), recorder(make_net())
+    assert compare(one, two, batches(), to_inputs=to_inputs).first is None
+    assert len(given) == len(batches())
