@@ -72,10 +72,8 @@ class CollectOptions:
         for name in ("to_inputs", "sample_ids"):
             given = getattr(self, name)
             if given is not None and not takes(given, 1):
-                is_called = callable(given)
-                kind = f"is a {type(given).__name__}, and not a function"
                 raise CollectError(
-                    f"{name} {'is called with a batch alone' if is_called else kind}: write "
+                    f"{name} must be a function that is called with a batch alone: write "
                     f"{name}=lambda batch: ..."
                 )
         floating_or_none(self.dtype, CollectError)
