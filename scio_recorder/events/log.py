@@ -307,11 +307,21 @@ def _default_stash(stash_value: StashValue, event: Event) -> Stash:
 
 
 def _chosen(names: list[str], include: Pattern, exclude: Pattern) -> list[str]:
-    included = [name for name in names if include is None or re.search(include, name)]
-    if not included:
-        text = include.pattern if isinstance(include, re.Pattern) else include
+    wanted, unwanted = _expression("include", include), _expression("exclude", exclude)
+    included = [name for name in names if wanted is None or wanted.search(name)]
+    if wanted is not None and not included:
         raise LayerNotFoundError(
-            f"include={text!r}, a regular expression, matches no module's name"
-            f"{nearest(str(text), names)}"
+            f"include={wanted.pattern!r}, a regular expression, matches no module's name"
+            f"{nearest(wanted.pattern, names)}"
         )
-    return [name for name in included if exclude is None or not re.search(exclude, name)]
+    return [name for name in included if unwanted is None or not unwanted.search(name)]
+
+
+def _expression(name: str, given: Pattern) -> re.Pattern[str] | None:
+    try:
+        return None if given is None else re.compile(given)
+    except (TypeError, re.error) as reason:
+        raise ArgumentError(
+            f"{name}={given!r} is no regular expression ({reason}): write one text, such as "
+            '"encoder|head"'
+        ) from reason

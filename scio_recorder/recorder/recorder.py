@@ -50,7 +50,7 @@ from scio_recorder.nets.selection import (
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
 from scio_recorder.recorder.analysis_methods import AnalysisMethods
 from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.arguments import signature_of
+from scio_recorder.tensors.arguments import booleans, signature_of
 
 if TYPE_CHECKING:
     from torchinfo import ModelStatistics
@@ -259,7 +259,8 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         """
         if copy not in ("auto", "always", "never"):
             raise SelectorTypeError(f'copy={copy!r}: write "auto", "always" or "never"')
-        if isinstance(gradients, str) and gradients != "accumulate":
+        booleans(SelectorTypeError, inputs=inputs, offload=offload)
+        if not isinstance(gradients, bool) and gradients != "accumulate":
             raise SelectorTypeError(f'gradients={gradients!r}: write True, False or "accumulate"')
         if calls not in ("labelled", "any"):
             raise SelectorTypeError(f'calls={calls!r}: write "labelled" or "any"')
@@ -275,7 +276,7 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         if calls == "any":
             self._warn_of_unlabelled(selectors)
         layers = _attending(architecture, recording, attention)
-        options = RecordOptions(bool(inputs), gradients, copy, bool(offload), calls, layers)
+        options = RecordOptions(inputs, gradients, copy, offload, calls, layers)
         self._replace_capture(Capture(self._net, architecture, recording, options))
         # Which knows the recorded operations, too.
         self.architecture = self._capture.program.architecture

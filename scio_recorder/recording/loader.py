@@ -38,7 +38,7 @@ from scio_recorder.nets.selection import select
 from scio_recorder.recording.readable import Readable
 from scio_recorder.stores.disk_format.tensor_file import checksum, dump, empty_bytes
 from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
-from scio_recorder.tensors.arguments import whole
+from scio_recorder.tensors.arguments import booleans, whole
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.processes import ProcessRank, this_process
 
@@ -65,6 +65,8 @@ class Arguments:
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("seed", 0), ("buffer_bytes", 1)):
             setattr(self, name, whole(name, getattr(self, name), least, ArgumentError))
+        switches = ("shuffle", "drop_last", "with_rows")
+        booleans(ArgumentError, **{name: getattr(self, name) for name in switches})
 
     def share(self, num_rows: int) -> range:
         """Return this rank's places, out of this many for all ranks together."""

@@ -651,7 +651,7 @@ class RowReduction(SampleReduction):
         shape, dim = samples.shape, self._feature_dim
         if dim is None:
             return tuple(shape[1:])
-        if not (0 < dim < len(shape) or -len(shape) < dim < 0):
+        if dim not in (*range(1, len(shape)), *range(1 - len(shape), 0)):
             raise CollectError(
                 f"feature_dim={dim} is not a dimension of features in an activation of shape "
                 f"{tuple(shape)}; dimension 0 holds the samples, so choose one from 1 to "

@@ -149,12 +149,8 @@ class Histogram(SampleReduction):
         *,
         by: By | None = None,
     ) -> None:
-        if range is not None and not -math.inf < range[0] < range[1] < math.inf:
-            raise CollectError(
-                f"Histogram(range={range}): give two finite numbers (low, high), low < high."
-            )
         self._bins = whole("bins", bins, 1)
-        self._range = None if range is None else [float(edge) for edge in range]
+        self._range = None if range is None else _edges(range)
         self._options = {"bins": self._bins, "range": self._range}
         self._state_kinds = (f"tensor int64 {self._bins + 2}", "finite", "finite")
         super().__init__(by=by)
@@ -220,3 +216,15 @@ def widened(low: float, high: float) -> tuple[float, float]:
     # More if float64 would not resolve a half.
     half = max(0.5, abs(low) * 2**-20)
     return low - half, high + half
+
+
+def _edges(given: object) -> list[float]:
+    try:
+        low, high = map(float, given)  # type: ignore[call-overload]  # a value of any type
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not -math.inf < low < high < math.inf:
+        raise CollectError(
+            f"Histogram(range={given!r}): give two finite numbers (low, high), low < high."
+        )
+    return [low, high]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.base import By, SampleReduction, cannot_go_on, join_means, portions
+from scio_recorder.tensors.arguments import takes
 from scio_recorder.tensors.digests import sample_digests
 
 
@@ -391,6 +392,8 @@ class Fold(SampleReduction):
         *,
         by: By | None = None,
     ) -> None:
+        if not takes(fn, 2):
+            raise CollectError(f"Fold(fn={fn!r}): give a function (accumulator, activation)")
         self._fn = fn
         self._merge = merge
         self._options = {"fn": fn, "merge": merge}

@@ -357,6 +357,14 @@ def test_include_and_exclude_are_searched_in_names() -> None:
         assert [event.name for event in events] == names
 
 
+@pytest.mark.parametrize("given", [{"include": ["0", "1"]}, {"exclude": 1}, {"include": "["}])
+def test_what_is_no_regular_expression_is_refused(given: dict[str, Any]) -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ArgumentError, match=r"is no regular expression .*write one text"):
+        track(net, **given)
+    assert not net[0]._forward_hooks
+
+
 def test_an_include_that_matches_nothing_says_what_is_close() -> None:
     net = nn.ModuleDict({"encoder": nn.Linear(2, 2)})
     with pytest.raises(LayerNotFoundError, match=r"'encodr'.*'encoder'"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import LabellingError, LayerNotFoundError, PostprocessorError, Recorder
-from scio_recorder.errors import RecorderError
+from scio_recorder.errors import RecorderError, SelectorTypeError
 
 X = torch.ones(2, 3, 8, 8)
 
@@ -155,6 +155,16 @@ def test_post_processors(rnet: Recorder, given: dict[str, Any], says: str) -> No
     with pytest.raises(PostprocessorError, match=re.escape(says)) as caught:
         rnet(X, **given)
     assert isinstance(caught.value, RecorderError)
+
+
+@pytest.mark.parametrize("given", [{"inputs": "fc"}, {"offload": 1}, {"gradients": "fc"}])
+def test_what_only_attention_takes_is_no_value_of_other_options(
+    rnet: Recorder, given: dict[str, Any]
+) -> None:
+    rnet.record("conv1")
+    with pytest.raises(SelectorTypeError, match="write True"):
+        rnet.record("*", **given)
+    assert rnet.recording == ((1, 1),)
 
 
 def test_a_keyword_of_the_network_itself_is_its_own() -> None:

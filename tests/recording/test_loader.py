@@ -512,6 +512,8 @@ def test_bad_arguments(recording, tmp_path):
         ({"batch_size": 2.5}, "batch_size=2.5"),
         ({"batch_size": 2, "seed": -1}, "seed=-1"),
         ({"batch_size": 2, "buffer_bytes": 0}, "buffer_bytes=0"),
+        ({"batch_size": 2, "shuffle": "no"}, "shuffle='no': write True or False"),
+        ({"batch_size": 2, "with_rows": 2}, "with_rows=2"),
         ({"batch_size": 2, "world_size": 2}, "rank=None"),
         ({"batch_size": 2, "rank": 0}, "world_size=None"),
         ({"batch_size": 2, "rank": 2, "world_size": 2}, "counted from 0 to 1"),

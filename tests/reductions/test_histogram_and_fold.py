@@ -86,10 +86,16 @@ def test_nan_is_refused_and_leaves_the_state_as_it_was() -> None:
     assert histogram.compute().counts.tolist() == [2]
 
 
-@pytest.mark.parametrize("range_", [(1.0, 1.0), (2.0, 1.0), (0.0, float("inf"))])
-def test_impossible_ranges(range_: tuple[float, float]) -> None:
+@pytest.mark.parametrize("range_", [(1.0, 1.0), (2.0, 1.0), (0.0, float("inf")), 10, (1.0,)])
+def test_impossible_ranges(range_: Any) -> None:
     with pytest.raises(CollectError, match="low < high"):
         Histogram(3, range=range_)
+
+
+@pytest.mark.parametrize("fn", [None, 3, len])
+def test_a_fold_needs_a_function_of_two_arguments(fn: Any) -> None:
+    with pytest.raises(CollectError, match=r"\(accumulator, activation\)"):
+        Fold(fn)
 
 
 @pytest.mark.parametrize("bins", [0, -1, 2.5])

@@ -318,8 +318,8 @@ def test_samples_of_another_shape(make: Make) -> None:
 
 
 @pytest.mark.parametrize("make", [Alive, Covariance, lambda dim: Quantiles([0.5], dim)])
-@pytest.mark.parametrize("dim", [0, 3, -3, -4])
-def test_impossible_feature_dim(make: Make, dim: int) -> None:
+@pytest.mark.parametrize("dim", [0, 3, -3, -4, 1.5, "x"])
+def test_impossible_feature_dim(make: Make, dim: Any) -> None:
     with pytest.raises(CollectError, match=rf"feature_dim={dim}.*\(12, 3, 2\)"):
         make(dim).update(DATA)
 

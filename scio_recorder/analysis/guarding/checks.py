@@ -131,8 +131,9 @@ class Checks:
     def __init__(self, architecture: Architecture, action: Action, kinds: Collection[str]) -> None:
         if action not in ("raise", "warn", "record"):
             raise ArgumentError(f'action={action!r}: write "raise", "warn" or "record"')
-        chosen = {kinds} if isinstance(kinds, str) else set(kinds or ())
-        if not chosen or not chosen <= set(KINDS):
+        chosen = [kinds] if isinstance(kinds, str) else kinds
+        is_some = isinstance(chosen, Collection) and len(chosen) > 0
+        if not is_some or any(kind not in KINDS for kind in chosen):
             raise ArgumentError(f'kinds={kinds!r}: write ("nan", "inf"), or one of these')
         self.origin: Origin | None = None
         self.num_passes = 0

@@ -1112,7 +1112,9 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-@pytest.mark.parametrize("given", [{"kinds": None}, {"kinds": ()}, {"gradients": "yes"}])
+@pytest.mark.parametrize(
+    "given", [{"kinds": None}, {"kinds": ()}, {"kinds": 1}, {"kinds": [[]]}, {"gradients": "yes"}]
+)
 def test_what_can_not_be_meant(given: dict[str, Any]) -> None:
     rnet = Recorder(nn.ReLU(), input_size=(1, 2))
     with pytest.raises(ArgumentError, match=rf"{next(iter(given))}=.*write"), rnet.guard(**given):
