@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -169,6 +170,8 @@ class GuardedTraining:
             "operations": operations,
         }
         self._block = ExitStack()
+        # Not every trainer tells of an exception, and no block can end while Python itself does.
+        weakref.finalize(self, self._block.__exit__, GeneratorExit, GeneratorExit(), None)
 
     def begin_guard(self) -> None:
         """Begin to guard."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +264,25 @@ def test_a_training_ends_where_a_nan_is_made(data: Tensor, tmp_path: Path) -> No
     assert callback.guard.origin.pass_number == 2
     callback.close()
     assert not hooks(model)
+
+
+@pytest.mark.campaign
+def test_a_program_that_the_nan_ends_says_nothing_more() -> None:
+    program = """
+from torch import nn, ones
+from scio_recorder import Recorder
+from scio_recorder.integrations.training import GuardedTraining
+
+net = nn.Linear(2, 2)
+guarded = GuardedTraining(Recorder(net, input_size=(1, 2)))
+guarded.begin_guard()
+net.weight.data.fill_(float("nan"))
+net(ones(1, 2))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stderr.splitlines()[-1].startswith("scio_recorder.errors.NonFiniteError: layer")
+    assert "Exception ignored" not in run.stderr
 
 
 def test_a_good_training_goes_through_and_leaves_nothing(data: Tensor, tmp_path: Path) -> None:
