@@ -34,7 +34,8 @@ PICKLED = {
     "tensors.ownership Held": "tensors.ownership HeldTensor",
     "postprocessors.directions Add": "postprocessors.values Add",
     "reductions.positions Mean": "reductions Mean",
-    "analysis.sweeping.effects Effects": "analysis.effects Effects",
+    "analysis.sweeping.effects Effects": "analysis.sweep Effects",
+    "analysis.comparing.findings LayerDifference": "analysis.comparing.difference LayerDifference",
     "analysis.alikeness.similarity Similarity": "analysis.similarity Similarity",
 }
 

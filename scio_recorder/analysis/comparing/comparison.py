@@ -225,12 +225,9 @@ class Comparison:
             pairs = paired_inputs(mine, theirs, None, None)
         else:
             pairs = paired_inputs(mine, theirs, pair.reference.module, pair.partner.module)
-        if pairs is None:
-            return False
-        for parts in pairs:
-            if not parts.is_of_one_shape or self._figures(parts).num_different:
-                return False
-        return True
+        return pairs is not None and all(
+            one.is_of_one_shape and not self._figures(one).num_different for one in pairs
+        )
 
     def _figures(self, pair: PartPair) -> Figures:
         """Measure two parts, once: one layer's output is often another one's input or output."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scio_recorder.analysis.comparing.difference import SampleId
 from scio_recorder.analysis.comparing.measures import dense
-from scio_recorder.analysis.comparing.traced_code import Step, traced
+from scio_recorder.analysis.comparing.parting import Step, traced
 from scio_recorder.capture.engine import Capture, fusable, warn_of_other_kernels
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import ComparisonError

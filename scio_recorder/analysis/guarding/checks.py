@@ -206,9 +206,6 @@ class Checks:
             _kept=call.kept,
         )
         self.origin = self.origin or origin
-        self._act(origin)
-
-    def _act(self, origin: Origin) -> None:
         self.is_over = self._action != "raise"
         if self._action == "raise":
             raise _error(origin)

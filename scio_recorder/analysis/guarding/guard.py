@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -29,7 +30,7 @@ from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_oth
 from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.capture.own_code import AroundCode
 from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
-from scio_recorder.layer import counted
+from scio_recorder.layer import Layer, counted
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
@@ -119,18 +120,18 @@ def guarded(
     UnsupportedNetError
         The network is compiled, in part or as a whole.
     """
-    options = {"gradients": gradients, "keep_inputs": keep_inputs, "operations": operations}
-    booleans(ArgumentError, **options)
+    booleans(ArgumentError, gradients=gradients, keep_inputs=keep_inputs, operations=operations)
     checks, hooks = Checks(architecture, action, kinds), CallHooks()
-    calls = _GuardedCalls(architecture, checks, **options)
-    around = [_AroundGuarded(one, checks) for one in calls.modules] if operations else []
+    modules, weights = _modules_of(architecture), Weights() if keep_inputs else None
+    layers = fusable(architecture, of_functions=operations)
+    calls = _GuardedCalls(checks, modules, layers, weights, gradients)
+    around = [_AroundGuarded(one, checks) for one in modules] if operations else []
     try:
         for one in around:
             one.put_around(one.module)
         # A method would be held weakly, and looked up at each call.
         ends = partial(calls.begin), partial(calls.end)
-        items = calls.modules.items()
-        hooks.add(*[CallHook(module, name, *ends, always=True) for module, name in items])
+        hooks.add(*[CallHook(one, name, *ends, always=True) for one, name in modules.items()])
         yield Guard(checks)
     except BaseException:
         checks.is_over = True
@@ -165,42 +166,40 @@ class _AroundGuarded(AroundCode):
         return None if self._checks.is_over else GuardedCode(self.module, self.local)
 
 
+def _modules_of(architecture: Architecture) -> dict[nn.Module, str]:
+    """Return the modules that take hooks, with their names."""
+    modules = {
+        row.module: row.name
+        for row in architecture.values()
+        if row.module is not None and takes_hooks(row.module)
+    }
+    if private.DYNAMO in sys.modules and any(map(private.is_compiled, modules)):
+        raise UnsupportedNetError(
+            "the network is compiled, in part or as a whole, and compiled code ignores hooks: "
+            "guard the uncompiled network"
+        )
+    return modules
+
+
+@dataclass
 class _GuardedCalls:
     """The calls of a network's modules in one block: what the hooks of all modules share."""
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        checks: Checks,
-        *,
-        gradients: bool,
-        keep_inputs: bool,
-        operations: bool,
-    ) -> None:
-        self._checks = checks
-        self._has_gradients = gradients
-        # Takes digests of parameters, if inputs are kept.
-        self._weights = Weights() if keep_inputs else None
-        # The name of each module, which its replicas share.
-        self.modules = {
-            row.module: row.name
-            for row in architecture.values()
-            if row.module is not None and takes_hooks(row.module)
-        }
-        if private.DYNAMO in sys.modules and any(map(private.is_compiled, self.modules)):
-            raise UnsupportedNetError(
-                "the network is compiled, in part or as a whole, and compiled code ignores hooks: "
-                "guard the uncompiled network"
-            )
-        # Found once: there are many passes, and most networks have none.
-        self._fusable = fusable(architecture, of_functions=operations)
+    checks: Checks
+    # The name of each module, which its replicas share.
+    modules: dict[nn.Module, str]
+    # Layers that may run in another kernel, found once: there are many passes.
+    fusable: list[Layer]
+    # Takes digests of parameters, if inputs are kept.
+    weights: Weights | None
+    has_gradients: bool
 
     def _begin_pass(self) -> None:
         """Begin a pass: a call that is part of no other."""
-        checks, local = self._checks, self._checks.local
+        checks, local = self.checks, self.checks.local
         local.known = Known()
-        if self._fusable and warn_of_other_kernels(self._fusable, self.modules.keys(), "guarded"):
-            self._fusable = []
+        if self.fusable and warn_of_other_kernels(self.fusable, self.modules.keys(), "guarded"):
+            self.fusable = []
         # Checkpointing calls modules again in a backward pass, as part of a pass that was counted.
         if private.backward_pass() == -1:
             refuse_transforms("guarded")
@@ -209,7 +208,7 @@ class _GuardedCalls:
 
     def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Examine the inputs of a call that begins, since the module may work in place."""
-        checks, local = self._checks, self._checks.local
+        checks, local = self.checks, self.checks.local
         # A frame that a variable of its own held would live until garbage is collected.
         frame = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]  # a hook's caller
         around = self.forget(frame)
@@ -222,9 +221,9 @@ class _GuardedCalls:
             call.received = local.known.examine_all(values)
             if around is None:
                 call.nodes_of_inputs = local.known.nodes()
-            if self._weights is not None:
+            if self.weights is not None:
                 layer, inputs = checks.layer_of(call), Inputs(args, kwargs)
-                call.kept = KeptInputs(layer, module, inputs, self._weights)
+                call.kept = KeptInputs(layer, module, inputs, self.weights)
             # Another module's code, if this is a copy that shares what stands around its call.
             if local.own_code is not None and local.own_code.module is module:
                 call.code = local.own_code
@@ -232,7 +231,7 @@ class _GuardedCalls:
 
     def forget(self, frame: FrameType | None) -> GuardedCall | None:
         """Forget calls of which a frame is no part; return the innermost of which it is one."""
-        calls = self._checks.local.calls
+        calls = self.checks.local.calls
         while calls:
             inner = frame
             while inner is not None and inner is not calls[-1].frame:
@@ -244,7 +243,7 @@ class _GuardedCalls:
 
     def end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Examine the output of a call that has returned."""
-        checks, local = self._checks, self._checks.local
+        checks, local = self.checks, self.checks.local
         if local.own_code is not None:
             local.own_code.is_paused = True
         frame = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]  # a hook's caller
@@ -262,7 +261,7 @@ class _GuardedCalls:
             call.release()
 
     def _check(self, call: GuardedCall, output: Any) -> None:
-        checks = self._checks
+        checks = self.checks
         returned = checks.local.known.examine_all((output,))
         if returned:
             if call.kept is not None:
@@ -270,5 +269,5 @@ class _GuardedCalls:
             checks.check(call, "forward", call.received, returned)
             if call.around is None:
                 checks.check_whole("forward", returned)
-        if self._has_gradients and torch.is_grad_enabled():
+        if self.has_gradients and torch.is_grad_enabled():
             attach(checks, call, output)
