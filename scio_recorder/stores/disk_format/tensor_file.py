@@ -24,14 +24,7 @@ from torch import Tensor
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.medium import (
-    Medium,
-    ReadAt,
-    Stamp,
-    WriteAt,
-    accessing,
-    parsing,
-)
+from scio_recorder.stores.disk_format.medium import Medium, ReadAt, WriteAt, accessing, parsing
 from scio_recorder.tensors.copies import DTYPES, dtype_name
 from scio_recorder.tensors.processes import for_each
 
@@ -329,7 +322,7 @@ class TensorFile:
         self.path = medium.path_of(name)
         self._medium = medium
         with parsing(self.path):
-            header, self._stamp = _read_header(medium, name)
+            header = self._read_header()
             layout, self._blocks, self.content = _parsed(header)
             self.num_bytes = len(header) + layout.num_bytes
             found = self._stamp.num_bytes
@@ -340,6 +333,18 @@ class TensorFile:
         # The layout itself holds the text of the header.
         self.table, self._starts = layout.table, layout.starts
         self._verified = bytearray(layout.num_blocks)
+
+    def _read_header(self) -> bytes:
+        first = bytearray(_PAGE_BYTES)
+        with self._medium.reading(self.name) as read_at:
+            self._stamp = read_at(0, memoryview(first))
+            length, found = 8 + int.from_bytes(first[:8], "little"), self._stamp.num_bytes
+            if not _PAGE_BYTES <= length <= min(MAX_FILE_BYTES, found):
+                raise ValueError(f"its header is said to have {length} bytes of {found}")
+            more = bytearray(length - _PAGE_BYTES)
+            if more:
+                read_at(_PAGE_BYTES, memoryview(more))
+        return bytes(first + more)
 
     def copy_into(self, out: NDArray[numpy.uint8], name: str, start: int) -> None:
         """Fill ``out`` with the bytes of a tensor from ``start`` on, each block verified once."""
@@ -397,16 +402,3 @@ class TensorFile:
                 "their checksum"
             )
         self._verified[number] = True
-
-
-def _read_header(medium: Medium, name: str) -> tuple[bytes, Stamp]:
-    first = bytearray(_PAGE_BYTES)
-    with medium.reading(name) as read_at:
-        stamp = read_at(0, memoryview(first))
-        length = 8 + int.from_bytes(first[:8], "little")
-        if not _PAGE_BYTES <= length <= min(MAX_FILE_BYTES, stamp.num_bytes):
-            raise ValueError(f"its header is said to have {length} bytes of {stamp.num_bytes}")
-        more = bytearray(length - _PAGE_BYTES)
-        if more:
-            read_at(_PAGE_BYTES, memoryview(more))
-    return bytes(first + more), stamp
