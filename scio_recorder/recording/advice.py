@@ -123,23 +123,16 @@ def advise_positions(named: Mapping[str, Any]) -> bool:
     return True
 
 
-def labelled_number(
-    net: nn.Module, labelled: Any, inputs: Inputs, number: int
-) -> tuple[int] | None:
+def labelled_number(source: Source, number: int) -> tuple[int] | None:
     """Return the number of samples at labelling; None if it is not known.
 
     Parameters
     ----------
-    net : torch.nn.Module
-        The net.
-    labelled : any
-        Shapes of what the net was given at labelling, as `Layer.input_shape` has them.
-    inputs : Inputs
-        What it is given for a batch.
+    source : Source
+        What the net is given for a batch, and was given at labelling.
     number : int
         The number of samples in that batch, which the first dimension of some input counts.
     """
-    source = Source(net, None, inputs.named(net), 0, "", labelled)
     for name, value in source.tensors.items():
         before = source.labelled_shape(name)
         if before and len(before) == value.ndim and len(value) == number:
@@ -147,7 +140,7 @@ def labelled_number(
     return None
 
 
-def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> None:
+def refuse_sample(source: Source, inputs: Inputs) -> None:
     """Refuse a first batch that is a single sample, whose features would count as samples.
 
     A sample lacks the first dimension of what the net was labelled with. Many nets run on both, and
@@ -155,12 +148,10 @@ def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> None:
 
     Parameters
     ----------
-    net : torch.nn.Module
-        The net.
-    labelled : any
-        Shapes of what the net was given at labelling, as `Layer.input_shape` has them.
+    source : Source
+        What the net is given for the first batch, and was given at labelling.
     inputs : Inputs
-        What it is given for the first batch.
+        The same, without names.
 
     Raises
     ------
@@ -168,7 +159,6 @@ def refuse_sample(net: nn.Module, labelled: Any, inputs: Inputs) -> None:
         The first dimension of the batch is as long as the second one at labelling.
     """
     given = counting_tensor(inputs)
-    source = Source(net, None, inputs.named(net), 0, "", labelled)
     name = next((name for name, value in source.tensors.items() if value is given), None)
     before = None if name is None else source.labelled_shape(name)
     is_like_a_sample = before is not None and len(before) == given.ndim + 1

@@ -225,11 +225,12 @@ class Collection:
             is_first = rows is None and feed.number == 0
             if is_first:
                 net, shape = self.capture.net, self.layers.architecture[0, 1].input_shape
+                source = Source(net, batch, inputs.named(net), 0, "", shape)
                 if self.asked.sample_ids is None:
-                    advice.refuse_sample(net, shape, inputs)
+                    advice.refuse_sample(source, inputs)
             ids, number = feed.ids(batch, inputs, None if rows is None else rows.num_samples)
             if is_first:
-                self._labelled = advice.labelled_number(net, shape, inputs, number)
+                self._labelled = advice.labelled_number(source, number)
             if self._is_taken:
                 skip = durable.num_to_skip(ids, by_batches=self.layers.with_inputs)
         rows = rows or BatchRows.of_samples(number, self._labelled)

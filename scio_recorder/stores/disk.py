@@ -245,6 +245,8 @@ class DiskWriter(StoreWriter):
         is_late = time.monotonic() - self._committed_at > _SECONDS_BETWEEN_COMMITS
         if num_bytes >= self._store.chunk_bytes or is_late:
             self._flush(state)
+            for key, column in self.columns.items():
+                self._resting[key] = column.turn_to(self._resting[key])
 
     def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:
         """Make the rest durable, and declare the recording complete if it is."""
@@ -300,8 +302,6 @@ class DiskWriter(StoreWriter):
         writer = self._writer = self._writer or self._created()
         # Not before: the traceback of a failure would refer to it.
         chunk = {_name_in_chunk(key): one.array[: self.start] for key, one in self.columns.items()}
-        for key, column in self.columns.items():
-            self._resting[key] = column.turn_to(self._resting[key])
         ids: list[Any] = list(chain.from_iterable(self._staged))
         kept = self.calls.take()
         rows = self.start if self.counts_rows else None

@@ -350,7 +350,7 @@ def _block(
     inputs, root = net.feed.inputs(batch), net.architecture[0, 1].input_shape
     if rows is None:
         if feed.number == 0 and feed.asked.sample_ids is None:
-            refuse_sample(net.net, root, inputs)
+            refuse_sample(Source(net.net, batch, inputs.named(net.net), 0, "", root), inputs)
         ids, _ = feed.ids(batch, inputs)
         return SampleBlock(ids, batch, net.feed, inputs, feed.number)
     source = Source(net.net, batch, inputs.named(net.net), feed.number, "", root, has_rows)
