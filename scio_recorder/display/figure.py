@@ -232,7 +232,7 @@ def _scale(axis: Axes, std: NDArray[np.float64]) -> None:
         decades = math.log10(max(-bottom, top) / typical)
         axis.set_yscale("symlog", linthresh=typical, linscale=max(2.0, decades / 4))
         # Exponents of three digits are high, and would touch.
-        axis.yaxis.get_major_locator().set_params(numticks=12)
+        axis.yaxis.get_major_locator().set_params(numticks=12)  # type: ignore[call-arg]  # of its class
 
 
 def _root(shares: Any) -> Any:
