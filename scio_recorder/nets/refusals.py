@@ -72,7 +72,13 @@ def check_supported(net: Any, device: Any = None) -> None:
     if device is not None:
         usable_device(device, LabellingError)
     refuse_part_of_fsdp(net)
-    for name, module in net.named_modules():
+    count = len(list(net.modules()))
+    for name, module in net.named_modules(remove_duplicate=False):
+        if name.count(".") >= count:
+            raise UnsupportedNetError(
+                f"the module {name!r} contains itself: hold a reference to an outer module in a "
+                "tuple, so that it does not become a submodule"
+            )
         _check_module(name, module)
 
 

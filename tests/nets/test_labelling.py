@@ -417,6 +417,13 @@ def test_compiled_nets_are_refused_with_the_order_that_works():
             label_net(net, input_size=(2, 4))
 
 
+def test_a_module_that_contains_itself_is_refused():
+    net = nn.Sequential(nn.Sequential())
+    net[0].parent = net
+    with pytest.raises(UnsupportedNetError, match=r"'0\.parent\.0' contains itself"):
+        label_net(net, input_size=(2, 4))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 def test_scripted_modules_inside_did_not_run_as_far_as_hooks_can_tell():
