@@ -152,6 +152,16 @@ def test_codes_with_nothing_in_common() -> None:
     assert operations_of(lambda _, x: x.relu(), lambda _, x: x.exp()) == ("relu:0", "exp:0")
 
 
+def test_code_that_only_calls_modules_has_the_calls_in_common() -> None:
+    def named(code: Callable[..., Any], other: Callable[..., Any]) -> tuple[str | None, str | None]:
+        return operations_of(code, other, nn.Linear(4, 4))
+
+    assert named(lambda net, x: net.m0(x), lambda net, x: net.m0(x) * 2) == (None, "mul:0")
+    assert named(lambda net, x: net.m0(x) * 2, lambda net, x: net.m0(x)) == ("mul:0", None)
+    assert named(lambda net, x: net.m0(x), lambda net, x: net.m0(x.exp())) == (None, "exp:0")
+    assert named(lambda net, x: net.m0(net.m0(x)), lambda net, x: net.m0(x)) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("code", "other", "said"),
     [
