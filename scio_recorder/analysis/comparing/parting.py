@@ -96,6 +96,10 @@ class _TracingMode(ObservingMode):
         found = (one for one in tensors((args, kwargs)) if id(one) not in self._weights)
         return [Given(self._copies.of(one), self._maker_of(one)) for one in self._set(found)]
 
+    def written(self, given: Any) -> list[Tensor]:
+        """Return the inputs that have been written to since they were copied."""
+        return [*filter(self._copies.is_written, tensors(given))]
+
     def _maker_of(self, tensor: Tensor) -> int | None:
         """Return the number of the step that has made a tensor, or written to it since."""
         maker, memories = self._makers.get(id(tensor)), memories_of(tensor)
@@ -185,7 +189,8 @@ class _AroundOther(AroundCode):
             given = outer.before(args, kwargs)
         output = super().run(args, kwargs)
         with _paused(outer):
-            outer.add(None, _CALL, given, output)
+            # A module makes what it writes to as well.
+            outer.add(None, _CALL, given, (output, outer.written((args, kwargs))))
         return output
 
 

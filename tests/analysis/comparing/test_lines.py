@@ -146,6 +146,34 @@ def test_codes_that_part() -> None:
     assert named(lambda _, x: x + 1 + 2 + 3, lambda _, x: x + 1 + 3) == ("add:1", "add:1")
 
 
+class Writing(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = x.exp()
+        x.mul_(self.factor)
+        return output
+
+
+def test_no_operation_is_blamed_for_what_a_module_writes_to_its_input() -> None:
+    def code(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = x + 1
+        return net.inner(hidden), hidden.exp() * 2
+
+    both = []
+    for factor in (2.0, 3.0):
+        net = Code(code)
+        net.inner = Writing(factor)
+        both.append(Recorder(nn.Sequential(net), input_size=(2, 4)))
+    first = compare(*both, [torch.rand(2, 4)], operations=True).first
+    assert first is not None
+    assert first.layer.name == "0"
+    assert first.operation is first.candidate_operation is None
+    assert first.why_no_operation.startswith("no operation that is seen")
+
+
 def test_codes_with_nothing_in_common() -> None:
     assert operations_of(lambda _, x: (x * 2).sum(0), lambda _, x: x.exp()) == (None, None)
     # But for one step in place of another.
