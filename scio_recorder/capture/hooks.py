@@ -304,7 +304,7 @@ class Hooks:
 
     def _remove_from(self, module: nn.Module) -> None:
         take_out(module, lambda call: getattr(call, "site", None) is self._site)
-        for hooks in private.forward_hooks(module):
+        for hooks in filter(None, private.forward_hooks(module)):
             for number in self._own(hooks, _Hook):
                 private.remove_hook(module, number)
 

@@ -254,21 +254,23 @@ class Program:
         Where no function mode is around them, they make nested tensors, which torch's own attention
         does not take where one is.
         """
+        if not self.functions:
+            return []
         owners = {id(own.module) for own in self.functions}
-        rows = self.architecture.values() if owners else ()
-        modules = (row.module for row in rows if id(row.module) not in owners)
+        modules = (row.module for row in self.architecture.values() if id(row.module) not in owners)
         encoders = {id(one): one for one in modules if isinstance(one, nn.TransformerEncoder)}
         return [one for one in encoders.values() if owners & {*map(id, one.modules())}]
 
     @cached_property
     def called(self) -> list[OwnCode]:
         """The modules that recorded own code may call, without any functions."""
+        if not self.functions:
+            return []
         owners = {id(own.module): own.module for own in self.functions}
         found: dict[int, Any] = {}
         ran: set[int] = set()
         around: list[Layer] = []
-        rows = self.architecture.values() if owners else ()
-        for row in filter(lambda row: row.executed, rows):
+        for row in filter(lambda row: row.executed, self.architecture.values()):
             while around and (around[-1].completion or 0) < (row.completion or 0):
                 around.pop()
             if around and id(around[-1].module) in owners:

@@ -14,6 +14,7 @@ import pytest
 
 from scio_recorder.stores import memory
 from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format.folder import write_at
 from scio_recorder.stores.disk_format.system import fsync
 
 # What Windows lacks, taken away after all libraries have been imported.
@@ -103,3 +104,12 @@ def test_a_sync_reaches_the_disk_itself_where_that_is_another_call(code, monkeyp
     else:
         fsync(7)
     assert calls == [(7, 51), *([(7, "fsync")] if code == errno.ENOTSUP else [])]
+
+
+@pytest.mark.parametrize("call", [None, lambda *given: -1], ids=["absent", "refused"])
+def test_a_file_is_whole_where_no_sync_can_begin_early(call, monkeypatch, tmp_path):
+    monkeypatch.setattr(system, "_sync_file_range", call)
+    with open(tmp_path / "file", "wb") as file:
+        write_at(file.fileno(), 0, b"first")
+        write_at(file.fileno(), 5, b"second")
+    assert (tmp_path / "file").read_bytes() == b"firstsecond"

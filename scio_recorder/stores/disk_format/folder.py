@@ -39,11 +39,12 @@ _BLOB = re.compile(r"\.\./\.\./blobs/[0-9a-f]{40,64}")
 
 
 def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
-    """Write the whole of ``data`` at ``offset``."""
+    """Write the whole of ``data`` at ``offset``, while the disk takes what was written before."""
     view = memoryview(data)
     while view:
         # The system may take less at a time.
         done = system.write(descriptor, view, offset)
+        system.begin_sync(descriptor, offset, done)
         view, offset = view[done:], offset + done
 
 

@@ -17,6 +17,9 @@ _library = ctypes.CDLL(None, use_errno=True)
 # On macOS, fsync leaves data in the memory of the disk.
 _full_sync: int | None = getattr(fcntl, "F_FULLFSYNC", None)
 _renameat2 = getattr(_library, "renameat2", None)
+# The flag SYNC_FILE_RANGE_WRITE of <linux/fs.h>.
+_BEGIN_ONLY = 2
+_sync_file_range = getattr(_library, "sync_file_range", None)
 
 close = os.close
 flock = fcntl.flock
@@ -41,6 +44,16 @@ def fsync(descriptor: int) -> None:
         else:
             return
     os.fsync(descriptor)
+
+
+def begin_sync(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Let the disk begin with a part of a file, so that `fsync`, which tells of errors, waits less.
+
+    Systems other than Linux decide by themselves when to begin.
+    """
+    if _sync_file_range is not None:
+        where = ctypes.c_int64(offset), ctypes.c_int64(num_bytes)
+        _sync_file_range(descriptor, *where, _BEGIN_ONLY)
 
 
 def pread_into(descriptor: int, out: memoryview, offset: int) -> int:
