@@ -37,12 +37,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.errors import FlowError, UnsupportedTorchError
 from scio_recorder.nets.hookable import hooked
-from scio_recorder.nets.state.copying import (
-    NotSeparateError,
-    copy_inputs,
-    quiet,
-    separate_copy,
-)
+from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet, separate_copy
 from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors, tensors

@@ -28,12 +28,7 @@ from scio_recorder.nets.labelling.torchinfo import (
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import check_supported, failed_run, no_input, not_a_size
 from scio_recorder.nets.sharded import Following, is_sharded, mark, plain_type
-from scio_recorder.nets.state.copying import (
-    NotSeparateError,
-    copy_inputs,
-    quiet,
-    separate_copy,
-)
+from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet, separate_copy
 from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.nets.state.untouched import untouched
 from scio_recorder.tensors import private

@@ -50,7 +50,7 @@ from scio_recorder.nets.state.moment import (
     sampled,
 )
 from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.copies import Version, is_plain, version_of
+from scio_recorder.tensors.copies import Version, is_dense, is_plain, version_of
 from scio_recorder.tensors.private_distributed import fsdp_modules
 from scio_recorder.tensors.structures import slots
 
@@ -324,8 +324,7 @@ class _TensorNote(NamedTuple):
 
 def _noted(tensor: Tensor, *, with_values: bool) -> _TensorNote:
     written = data = tensor.data
-    has_strides = data.layout is torch.strided and not data.is_nested
-    if has_strides and 0 in data.stride():
+    if is_dense(data) and 0 in data.stride():
         written = data[tuple(slice(None if step else 1) for step in data.stride())]
     values = written.detach().clone() if with_values else None
     return _TensorNote(tensor, data, written, values, tensor.requires_grad, version_of(tensor))
@@ -340,7 +339,7 @@ def _marks_of(notes: Sequence[_TensorNote]) -> list[tuple[int, int, bool]]:
 
 def are_large(tensors: Iterable[Tensor]) -> bool:
     """Whether cloning some tensors would take too much memory."""
-    return sum([one.nbytes for one in tensors if one.layout is torch.strided]) > CLONED_BYTES
+    return sum([one.nbytes for one in tensors if is_dense(one)]) > CLONED_BYTES
 
 
 # -- the state of a network ------------------------------------------------------------------------
