@@ -18,7 +18,6 @@ from scio_recorder.tensors.digests import sample_digests
 
 class _Extremum(SampleReduction):
     _state_names = ("_value",)
-    _state_kinds = ("tensor (?!complex)[^ ]+{sample}",)
     _value: Tensor
     # Over the samples of a batch, and of two values.
     _over_samples: Callable[[Tensor, int], Tensor]
@@ -120,7 +119,6 @@ class Mean(SampleReduction):
     """
 
     _state_names = ("_sum",)
-    _state_kinds = ("tensor (float64|complex128){sample}",)
     _takes_complex = True
     _sum: Tensor
 
@@ -197,7 +195,6 @@ class Moments(SampleReduction):
     """
 
     _state_names = ("_seen", "_mean", "_squares")
-    _state_kinds = ("whole", "tensor float64{sample}", "tensor float64{sample}")
     _seen: int
     _mean: Tensor
     _squares: Tensor
@@ -276,7 +273,6 @@ class Last(SampleReduction):
     """
 
     _state_names = ("_value",)
-    _state_kinds = ("tensor .*",)
     _takes_complex = True
     _takes_any_shape = True
     _value: Tensor
@@ -323,7 +319,6 @@ class Digest(SampleReduction):
     """
 
     _state_names = ("_digests",)
-    _state_kinds = (r"\[tensor -?int64 {count}\]",)
     _takes_complex = True
     _takes_any_shape = True
     _digests: list[Tensor]  # in host memory, wherever the samples are
@@ -380,7 +375,6 @@ class Fold(SampleReduction):
     """
 
     _state_names = ("_accumulator",)
-    _state_kinds = (".*",)
     _takes_complex = True
     _takes_any_shape = True
     _accumulator: Any
