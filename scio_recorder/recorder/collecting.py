@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -51,19 +50,19 @@ _OF_OTHER_LIBRARIES = {
 }
 
 
-class Collecting:
+class Collecting(nn.Module):
     """The part of a recorder that reads passes, sees those of others, and collects datasets."""
 
     architecture: Architecture
     _capture: Capture
     _net: nn.Module
     _watchers: list[Watcher]
+    _gradient_hooks: GradientHooks
     # The block of `collecting`, if the recorder is in one.
     _collected: CollectedPasses | None
 
     def _refuse_inside_fsdp(self) -> None:
-        module: Any = self
-        if private_distributed.is_inside_fsdp(module):
+        if private_distributed.is_inside_fsdp(self):
             raise UnsupportedNetError(
                 "the recorder itself is sharded by FSDP, whose parameters are there only while "
                 "the wrapper is called: call it, inside `with rnet.collecting(...):`, or "
@@ -163,11 +162,6 @@ class Collecting:
         own = {id(parameter) for module in modules for parameter in module.parameters()}
         every = self._net.named_parameters("_net", remove_duplicate=False)
         return {name: parameter for name, parameter in every if id(parameter) in own}
-
-    @property
-    def _gradient_hooks(self) -> GradientHooks:
-        hooks: GradientHooks = self.__dict__.setdefault("_hooks_on_gradients", OrderedDict())
-        return hooks
 
     @property
     def grad_nodes(self) -> LayerMapping[Any]:
@@ -364,8 +358,7 @@ class Collecting:
 
         self._refuse_inside_fsdp()
         # torch.compile(rnet) is another module, and can't be distinguished here.
-        module: Any = self
-        compiled = module if private.calls_compiled(module) else None
+        compiled = self if private.calls_compiled(self) else None
         return go_through(collection, compiled=compiled, progress=progress)
 
     def plan(self, num_samples: int) -> Plan:
@@ -638,7 +631,7 @@ class Collecting:
                 "rnet.watch() as passes: trainer.train()` to record the passes that it makes"
             )
         try:
-            return super().__getattr__(name)  # type: ignore[misc]  # that of nn.Module
+            return super().__getattr__(name)
         except AttributeError as error:
             from scio_recorder.recording import Recording
 

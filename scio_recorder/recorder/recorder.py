@@ -7,6 +7,7 @@ import io
 import shutil
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self
 
@@ -193,8 +194,8 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         # How to run the network once more, until its operations are listed.
         self._labelling: dict[str, Any] | None = summary_kwargs
         self._operations: list[Operation] | None = None
-        self._watchers = []
-        self._collected = None
+        self._watchers, self._collected = [], None
+        self._gradient_hooks = OrderedDict()
         self._install(Capture(net, architecture))
 
     def _install(self, capture: Capture) -> None:
@@ -472,10 +473,9 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         dont_record: bool,
     ) -> Any:
         posts = self._posts_of(given)
-        if private.is_exporting():
-            # An exported program runs elsewhere: nothing can be recorded here.
-            dont_record = True
-        return self._capture.run_compiled(self._net, args, kwargs, posts, not dont_record)
+        # An exported program runs elsewhere: nothing can be recorded here.
+        records_outputs = not (dont_record or private.is_exporting())
+        return self._capture.run_compiled(self._net, args, kwargs, posts, records_outputs)
 
     def _posts_of(self, given: Postprocessors | None) -> Any:
         program = self._capture.program
@@ -545,16 +545,14 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # nn.Module
-        for name in ("_capture", "_finalizer", "_hooks_on_gradients"):
-            state.pop(name, None)
-        state["_watchers"], state["_collected"], state["_labelling"] = [], None, None
-        state["_selection"] = (self.recording, self._capture.program.options)
-        return state
+        capture = state.pop("_capture")
+        del state["_finalizer"]
+        state |= {"_watchers": [], "_gradient_hooks": OrderedDict()}
+        state |= {"_collected": None, "_labelling": None}
+        return {**state, "_selection": (capture.program.recording, capture.program.options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         recording, options = state.pop("_selection")
-        # A recorder that an earlier version has pickled has no operations.
-        state = {"_operations": None, "_labelling": None, **state}
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # that of nn.Module
         architecture = self.architecture.with_operations(self._operations or ())
         self._install(Capture(self._net, architecture, recording, options))

@@ -75,7 +75,6 @@ class Alive(RowReduction):
     (3, [0.0, 0.666...], [True, False], [0.0, 3.0])
     """
 
-    _needs_values = False
     _state_names = ("_rows", "_active", "_at_bound", "_low", "_high")
     _rows: int
     _active: Tensor

@@ -582,8 +582,6 @@ class RowReduction(SampleReduction):
         The other arguments.
     """
 
-    _needs_values: ClassVar[bool] = True
-
     def __init__(self, feature_dim: int | None, *, by: By | None = None, **options: Any) -> None:
         self._feature_dim = feature_dim
         self._options = {"feature_dim": feature_dim, **options}
@@ -608,7 +606,7 @@ class RowReduction(SampleReduction):
         return (shape[dim],)
 
     def _accept(self, samples: Tensor) -> None:
-        if self._needs_values and not samples.numel():
+        if not samples.numel():
             raise CollectError(
                 f"{self!r} was given samples of shape {tuple(samples.shape[1:])}, which hold no "
                 "values: leave the layer out"
