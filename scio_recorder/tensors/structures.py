@@ -51,6 +51,9 @@ _OPAQUE = (
     Enum,
 )
 
+# What refers to the memory of tensors, unseen.
+_HIDING = (torch.UntypedStorage, memoryview, torch.Future)
+
 # Built-in bases in the order in which they are tried: each creates and fills its own subclasses.
 _DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
 _CONTAINERS: tuple[Any, ...] = (*_DICTS, list, SimpleNamespace)
@@ -180,7 +183,8 @@ def holder_out_of_sight(shared: Iterable[Shared]) -> Any:
     """Return a part that holds tensors which :func:`flatten` does not find; None if none does.
 
     Such parts are functions with a closure, bound methods, ``functools.partial``, iterators, and
-    dictionaries with tensors in their keys. The garbage collector sees what they hold.
+    dictionaries with tensors in their keys. The garbage collector sees what they hold, but for
+    futures of torch, which hold tensors or will.
 
     Parameters
     ----------
@@ -210,7 +214,7 @@ def _leads_to(value: Any, kind: type, made: Mapping[int, tuple[Any, Any]] | None
         one = todo.pop()
         old, new = (made or {}).get(id(one), (one, one))
         # The class: some objects claim to have another one.
-        if issubclass(type(one), (kind, torch.UntypedStorage, memoryview)) or old is not new:
+        if issubclass(type(one), (kind, *_HIDING)) or old is not new:
             return True
         if id(one) not in seen:
             seen[id(one)] = one

@@ -441,6 +441,7 @@ OUT_OF_SIGHT: dict[str, Any] = {
     "queue": queued,
     "caller": lambda t: operator.methodcaller("f", t),
     "memory": lambda t: [t.untyped_storage()],
+    "future": lambda t: torch.jit.fork(torch.neg, t),  # type: ignore[no-untyped-call]
 }
 
 
