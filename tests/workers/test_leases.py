@@ -109,6 +109,20 @@ def test_a_lease_that_is_not_renewed_is_taken_after_a_minute_and_its_holder_know
     taken.check()
 
 
+def test_a_renewal_counts_from_before_its_request():
+    one = Alone()
+    lease = one.worker("a").take()
+    assert lease is not None
+    one.pass_time(15)
+    # The store may put the object as soon as it is asked, and answer late.
+    one.world.clock.sleep = lambda seconds: one.pass_time(20)  # type: ignore[method-assign]
+    lease.renew()
+    lease.check()
+    one.pass_time(6)
+    with pytest.raises(RecordingError, match="part 0 was not renewed for 46 s"):
+        lease.check()
+
+
 @pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
 def test_a_worker_that_has_just_come_is_told_how_old_a_lease_is(ahead):
     one = Alone()
