@@ -221,6 +221,22 @@ def test_optimiser_steps(part: str, name: str, copy: str, reads_late: bool) -> N
         reader.check()
 
 
+@pytest.mark.parametrize("part", OF_PARAMETERS)
+def test_a_step_that_is_not_counted_comes_before_the_first_reading(part: str) -> None:
+    of_weight = Net(
+        lambda net, _: OF_PARAMETERS[part](net.weight), weight=nn.Parameter(torch.randn(4, 4))
+    )
+    net = Net(
+        lambda net, x: (net.last(x).sum() * net.inner(x)).sum(), inner=of_weight, last=linear()
+    )
+    rnet, optimiser = recorder(net, "inner"), torch.optim.Adam(net.parameters(), fused=True)
+    for at in range(3):
+        truth = OF_PARAMETERS[part](of_weight.weight).detach().clone()
+        rnet(torch.randn(3, 4)).backward()
+        optimiser.step()
+        assert same_bits(rnet.activations["inner"].detach(), truth), at
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("copy", COPIES)
 @pytest.mark.parametrize("part", OF_PARAMETERS)
