@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -118,7 +118,7 @@ def taken_apart(value: Any) -> Apart:
     # The template holds no tensor, and nothing that the old structure receives later.
     copying = _Copy(Tensor, put_slot)
     template = copying.of(value)
-    return Apart(value, leaves, _Rebuild(template), copying.shared)
+    return Apart(value, leaves, partial(_rebuilt, template), copying.shared)
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -139,11 +139,7 @@ def tensors(value: Any) -> list[Tensor]:
     >>> [t.shape for t in tensors([torch.ones(2), {"k": torch.ones(3)}])]
     [torch.Size([2]), torch.Size([3])]
     """
-    if isinstance(value, Tensor):
-        return [value]
-    found: dict[int, Tensor] = {}
-    _Copy(Tensor, lambda tensor: found.setdefault(id(tensor), tensor)).of(value)
-    return list(found.values())
+    return taken_apart(value).leaves
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -166,17 +162,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     >>> map_tensors(lambda t: t.shape[0], (torch.ones(2), [torch.ones(3)]))
     (2, [3])
     """
-    if isinstance(value, Tensor):
-        return function(value)
-    # By the id of a tensor, which is held meanwhile.
-    made: dict[int, tuple[Tensor, Any]] = {}
-
-    def replace(tensor: Tensor) -> Any:
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor, function(tensor)
-        return made[id(tensor)][1]
-
-    return _Copy(Tensor, replace).of(value)
+    leaves, rebuild = flatten(value)
+    return rebuild([function(leaf) for leaf in leaves])
 
 
 def holder_out_of_sight(shared: Iterable[Shared]) -> Any:
@@ -272,25 +259,15 @@ class Shared(NamedTuple):
     held: Any
 
 
-class _Rebuild:
-    """Builds a structure again around other tensors."""
-
-    __slots__ = ("_template",)
-
-    def __init__(self, template: Any) -> None:
-        self._template = template
-
-    def __call__(self, leaves: Sequence[Any]) -> Any:
-        return _Copy(_Slot, lambda slot: leaves[slot.index]).of(self._template)
-
-
-class _Slot:
+class _Slot(NamedTuple):
     """A place for a tensor."""
 
-    __slots__ = ("index",)
+    place: int
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+
+def _rebuilt(template: Any, leaves: Sequence[Any]) -> Any:
+    """Return a structure around other tensors; a function that can be pickled."""
+    return _Copy(_Slot, lambda slot: leaves[slot.place]).of(template)
 
 
 class _Copy:
