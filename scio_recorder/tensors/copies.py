@@ -285,7 +285,7 @@ class StridedCopy:
         self._shape = tensor.shape
         self._strides = tensor.stride()
         with torch.no_grad():
-            memory = _memory(tensor.detach())
+            memory = tensor.detach().as_strided((_extent(tensor),), (1,))
             self.kept: Tensor = torch.empty(
                 memory.shape,
                 dtype=dtype or tensor.dtype,
@@ -433,8 +433,7 @@ def _lies_together(tensor: Tensor) -> bool:
         is_plain(tensor)
         and tensor.is_contiguous()
         and tensor.itemsize in _WORDS
-        and tensor.untyped_storage().nbytes()
-        >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+        and _fits_its_memory(tensor)
     )
 
 
@@ -455,13 +454,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
         dense = dense.as_subclass(Tensor).resolve_conj().resolve_neg()
     # A view of one element may have any stride, and count as contiguous.
     return dense.contiguous().as_strided((dense.numel(),), (1,)).view(torch.uint8)
-
-
-def _memory(tensor: Tensor) -> Tensor:
-    """Return the memory from a tensor's first element to its last."""
-    if tensor.numel() == 0:
-        return tensor.new_empty(0)
-    return tensor.as_strided((_extent(tensor),), (1,))
 
 
 def _extent(tensor: Tensor) -> int:

@@ -186,12 +186,10 @@ def own_copy(tensor: Tensor) -> Tensor:
 
 
 def _copy_on_graph(tensor: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():
-        with torch.enable_grad():
-            return _copy_on_graph(tensor)
     # The node that accumulates a leaf's gradient lives only while it is held.
     node = get_gradient_edge(tensor).node if tensor.is_leaf else None
-    with saved_tensors_hooks(lambda saved: saved.detach().clone(), lambda copy: copy):
+    own_memory = saved_tensors_hooks(lambda saved: saved.detach().clone(), lambda copy: copy)
+    with torch.enable_grad(), own_memory:
         saving = _Saving.apply(tensor)  # type: ignore[no-untyped-call]  # torch's own
         # Up to torch 2.11, the node drops its saved tensor with the last tensor that leads to it.
         copy: Tensor = saving.grad_fn.saved_tensors[0]
