@@ -197,12 +197,12 @@ class Pass:
 
     def _starting(self, index: int) -> RowIdx | None:
         """Return the label of the call that starts, None if it is not recorded."""
-        starts, count = self.program.starts[index], self.starts.get(index, 0)
+        count = self.starts.get(index, 0)
         self.starts[index] = count + 1
         if index >= len(self.program.modules):
             # Calls of functions that failed are not listed, and none runs inside another.
             count = self._counts.get(index, 0)
-        return starts[min(count, len(starts) - 1)] if starts else None
+        return self.program.starts[index].get(count if self.program.counts_calls else 0)
 
     def _assign_inputs(self, index: int, args: Any, position: int, label: RowIdx | None) -> None:
         """Assign inputs to a call that has returned, and drop those of calls that failed in it."""

@@ -160,6 +160,11 @@ class Program:
         self.positions: list[list[int]] = [[] for _ in self.never_fast]
         for position, module in enumerate(self.expected):
             self.positions[module].append(position)
+        # The labels of the calls of each entry, by their numbers among those that start.
+        self.starts: list[dict[int, RowIdx | None]] = [{} for _ in self.positions]
+        for row, entry, label in zip(calls, self.expected, self.labels, strict=True):
+            number = row.index if isinstance(row, Operation) else row.call
+            self.starts[entry][number if self.counts_calls else 0] = label
         self.single: list[RowIdx | None] = [self._single(own) for own in self.positions]
         # The recorded operations.
         self.own_code = {label for label in self.recording if isinstance(label, OperationIdx)}
@@ -215,21 +220,6 @@ class Program:
             return f"{few(rows, 4)}: calls of the function"
         others = few(self.layers_of([self.firsts[index]]), 4)
         return f"{others}: calls of the function in another call of the module"
-
-    @cached_property
-    def starts(self) -> list[list[RowIdx | None]]:
-        """The rows of each module's calls in the order in which these started, failed ones too."""
-        if not self.counts_calls:
-            return [[self.labels[at] for at in own] for own in self.positions]
-        rows: dict[int, dict[int, RowIdx | None]] = {id(module): {} for module in self.modules}
-        # A container can have a row more, without a call: it must not take the place of one.
-        for row in sorted(self.architecture.values(), key=lambda row: row.executed):
-            if id(row.module) in rows:
-                rows[id(row.module)][row.call] = (row.depth, row.index)
-        found = [[calls[number] for number in sorted(calls)] for calls in rows.values()]
-        # Operations start in the order in which they return.
-        own_code = self.positions[len(self.modules) :]
-        return found + [[self.labels[at] for at in own] for own in own_code]
 
     @cached_property
     def rows(self) -> dict[int, Layer]:
