@@ -134,19 +134,6 @@ class Uncopied:
 
     __slots__ = ()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # For code that copies single hooks, as the copy of a network within a recorder does.
-        return _Nothing, ()
-
-
-class _Nothing:
-    """A hook that does nothing."""
-
-    def __call__(self, *call: Any) -> None:
-        """Do nothing."""
-
-    after = after_traced = before = __call__
-
 
 def keep_out_of_copies(*modules: nn.Module) -> None:
     """Leave the hooks that are `Uncopied` out of the copies of some modules."""

@@ -239,13 +239,9 @@ class Capture:
             program, setting, posts, records_outputs=records_outputs, stops=stop, sink=sink
         )
         if "torch.distributed.tensor" not in sys.modules or not self._shards.are_to_be_found:
-            output = self._run(net, args, kwargs, current)
-        else:
-            with self._shards.found():
-                output = self._run(net, args, kwargs, current)
-        if self._shards.are_recorded:
-            self._shards.warn(sink)
-        return output
+            return self._run(net, args, kwargs, current)
+        with self._shards.found():
+            return self._run(net, args, kwargs, current)
 
     def _assigned(self, given: Postprocessors) -> Assigned:
         assigned = assign(self.architecture, self.program.order, given)

@@ -33,8 +33,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +44,7 @@ from scio_recorder.layer import DepthIdx, RowIdx, Shard
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.tensors import private, private_distributed
+from scio_recorder.tensors.copies import is_dense
 from scio_recorder.tensors.private_distributed import FSDP, fsdp_modules, loaded
 from scio_recorder.tensors.structures import tensors
 
@@ -55,14 +55,8 @@ _VIEWS = ("view", "_unsafe_view")
 # Their last two arguments are matrices.
 _PRODUCTS = ("mm", "addmm")
 _UNKNOWN = Shard(None, None, 0)
-
-
-class _Layout(NamedTuple):
-    """Which numbers of a storage a tensor has."""
-
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+# Which numbers of a storage a tensor has: its offset, shape and strides there.
+_Layout: TypeAlias = tuple[int, torch.Size, tuple[int, ...]]
 
 
 def is_sharded(net: nn.Module) -> bool:
@@ -291,9 +285,9 @@ class Following:
 
 
 def _layout_of(tensor: Tensor) -> _Layout:
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return _Layout(0, (), ())
-    return _Layout(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+    if not is_dense(tensor):
+        return 0, torch.Size(), ()
+    return int(tensor.storage_offset()), tensor.shape, tensor.stride()
 
 
 def _shard_of(tensor: Any) -> Shard | None:
@@ -351,10 +345,6 @@ class Shards:
         self._recording = recording
         self._checked_at = -1
         self._is_known = False
-        # Whether any recorded layer is marked.
-        self.are_recorded = False
-        # Weak: an object that is gone gives its id to a later one.
-        self._warned: WeakValueDictionary[int, object] = WeakValueDictionary()
 
     @property
     def are_to_be_found(self) -> bool:
@@ -366,21 +356,12 @@ class Shards:
 
     @contextlib.contextmanager
     def found(self) -> Iterator[None]:
-        """Follow the pass that runs in the block."""
+        """Follow the pass that runs in the block, and warn of recorded layers that are shards."""
         following = Following(self._net or nn.Identity())
         with following.followed():
             yield
         self._is_known = True
         mark(self._architecture, following)
-        rows = (self._architecture[label] for label in self._recording)
-        self.are_recorded = any(row.shard is not None for row in rows)
-
-    def warn(self, occasion: object = None) -> None:
-        """Warn of the recorded layers that are shards, once for each occasion."""
-        occasion = self if occasion is None else occasion
-        if id(occasion) in self._warned:
-            return
-        self._warned[id(occasion)] = occasion
         layers: dict[Shard, list[str]] = {}
         for layer in map(self._architecture.__getitem__, self._recording):
             if layer.shard is not None:

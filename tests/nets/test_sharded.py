@@ -14,9 +14,6 @@ from torch import nn
 from torch.distributed import is_available
 
 from scio_recorder import Recorder
-from scio_recorder.errors import ShardWarning
-from scio_recorder.layer import Shard
-from scio_recorder.nets.sharded import Shards
 
 SCRIPT = Path(__file__).with_name("sharded.py")
 
@@ -61,22 +58,3 @@ def test_sharded(processes: int, tmp_path: Path) -> None:
     ended = [rank.communicate(timeout=300) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * processes, ended
     assert all(output.endswith("done\n") for output, _ in ended)
-
-
-class Occasion:
-    """What a warning is given for once; most later ones take the place in memory of an earlier."""
-
-
-def test_each_occasion_is_warned_of_once() -> None:
-    architecture = Recorder(nn.Sequential(nn.Linear(2, 2)), input_size=(1, 2)).architecture
-    architecture.mark({(1, 1): Shard(1, 0, 2)}, 2)
-    shards = Shards(architecture, ((1, 1),))
-    for _ in range(20):
-        occasion = Occasion()
-        with pytest.warns(ShardWarning, match="shard 0 of 2"):
-            shards.warn(occasion)
-        shards.warn(occasion)  # all warnings are errors here
-        del occasion
-    with pytest.warns(ShardWarning):
-        shards.warn()
-    shards.warn()
