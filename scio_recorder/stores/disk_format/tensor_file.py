@@ -93,24 +93,29 @@ def dump(value: object) -> bytes:
     Raises
     ------
     ValueError, TypeError
-        If ``value`` is not JSON; infinities and NaN are not.
+        If ``value`` is not JSON (infinities and NaN are not), or is nested so deeply that it could
+        exhaust the stack of a reader.
     """
-    return _ENCODER.encode(value).encode("ascii")
+    try:
+        data = _ENCODER.encode(value).encode("ascii")
+        is_deep = data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH
+    except RecursionError:
+        is_deep = True
+    if is_deep:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    return data
 
 
 def parse(data: bytes) -> Any:
     """Return the value of a JSON text; `ValueError` for any text that `dump` would not write.
 
     So it has no constants outside of the standard and no repeated keys, which programs read
-    differently, and no deep nesting, which exhausts the stack.
+    differently, and no deep nesting.
     """
     try:
         value = json.loads(data.decode("ascii"))
-        is_deep = data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH
     except RecursionError:
-        is_deep = True
-    if is_deep:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
     if dump(value) != data:
         raise ValueError("it has a repeated key, or is not in canonical form")
     return value
@@ -126,7 +131,7 @@ def expect(value: Any, kind: type[_T]) -> _T:
 def _depth(value: Any) -> int:
     if isinstance(value, dict):
         value = list(value.values())
-    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list | tuple) else 0
 
 
 def table_to_json(table: Table) -> list[JSON]:

@@ -34,7 +34,6 @@ from scio_recorder.stores.disk_format.tensor_file import (
     Table,
     dump,
     file_writer,
-    parse,
     table_of,
     table_to_json,
 )
@@ -166,7 +165,7 @@ class RunWriter:
         try:
             # Values that JSON converts to its own types must equal those that will be read back.
             description = description.as_read()
-        except (TypeError, ValueError, RecursionError) as cause:
+        except (TypeError, ValueError) as cause:
             raise CollectError(f"a recording can't be described: {cause}") from cause
         return cls(os.fspath(path), rank, description, right)
 
@@ -354,17 +353,15 @@ class RunWriter:
         kept: KeptBatches | None,
     ) -> dict[str, JSON]:
         """Return the content of a chunk besides its tensors."""
-        saved: JSON = None if state is None else {"value": state.value, "file": token}
-        # Read at once, as readers will do: values that are nested too deeply are refused.
-        parse(dump({"state": saved}))
+        place = self.run.description.place(
+            self._rank, len(self.run.chunks[self._rank]), self.durable
+        )
         return {
-            **self.run.description.place(
-                self._rank, len(self.run.chunks[self._rank]), self.durable
-            ),
+            **place,
             "ids": ids_to_json(ids),
             "rows": rows,
             "batches": None if kept is None else list(kept.rows),
-            "state": saved,
+            "state": None if state is None else {"value": state.value, "file": token},
         }
 
     def _clear(self) -> None:
@@ -387,8 +384,6 @@ def _kept_tensors(kept: KeptBatches, rows: int) -> dict[str, Tensor]:
     if len(kept.values) != len(kept.rows) or sum(kept.rows) != rows:
         raise ValueError(f"batches of {list(kept.rows)} samples are kept with {rows} samples")
     text = dump(list(kept.values))
-    # Read at once, as readers will do: values that are nested too deeply are refused.
-    parse(text)
     tensors = {f"#{number}": tensor for number, tensor in enumerate(kept.tensors)}
     return tensors | {VALUES: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
