@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,14 +19,11 @@ import torch
 from scio_recorder.errors import CollectWarning, RecordingError, warn
 from scio_recorder.layer import TensorSpec, few
 from scio_recorder.stores.disk_format.bucket import Bucket
-from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing, parsing
+from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
 from scio_recorder.stores.disk_format.tensor_file import (
     JSON,
     TensorFile,
-    dump,
     expect,
-    file_writer,
-    parse,
     table_from_json,
     table_to_json,
 )
@@ -107,17 +104,6 @@ class Description:
             "rows": None if self.rows is None else table_to_json(self.rows),
             "header": self.header,
         }
-
-    @cached_property
-    def write(self) -> Callable[[WriteAt], str]:
-        """A function that writes its file; `ValueError` or `TypeError` if no file can hold it."""
-        return file_writer({}, self.to_json())
-
-    def as_read(self) -> Description:
-        """Return what readers will find; `ValueError` or `TypeError` if no file can hold it."""
-        found = Description.from_json(parse(dump(self.to_json())))
-        _ = found.write
-        return found
 
     @classmethod
     def from_json(cls, value: Any) -> Description:

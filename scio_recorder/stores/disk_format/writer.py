@@ -34,6 +34,7 @@ from scio_recorder.stores.disk_format.tensor_file import (
     Table,
     dump,
     file_writer,
+    parse,
     table_of,
     table_to_json,
 )
@@ -72,16 +73,18 @@ class RunWriter:
     """
 
     def __init__(
-        self, path: str, rank: int, new: Description | None, right: WriteRight | None = None
+        self,
+        path: str,
+        rank: int,
+        right: WriteRight | None,
+        begin: Callable[[Medium], Run] | None = None,
     ) -> None:
-        self._right = right
+        self._rank, self._right = rank, right
         self._check_right = right.check if right is not None else lambda: None
-        if new is not None:
-            new.check_rank(path, rank)
-        self._medium = medium_at(path, makes_it=new is not None and right is None)
+        self._medium = medium_at(path, makes_it=begin is not None and right is None)
         with accessing(path):
             try:
-                self._begin(rank, new)
+                self._open(begin)
             except BaseException as error:
                 self.abort()
                 if isinstance(error, Exception):
@@ -89,18 +92,15 @@ class RunWriter:
                     self._check_right()
                 raise
 
-    def _begin(self, rank: int, new: Description | None) -> None:
-        medium, self._rank = self._medium, rank
-        if new is None:
+    def _open(self, begin: Callable[[Medium], Run] | None) -> None:
+        medium, rank = self._medium, self._rank
+        if begin is None:
             # Before the lock, so that no file appears in a folder that holds something else.
             read_description(medium).check_rank(medium.path, rank)
         if self._right is None:
             medium.lock(f"lock-{rank:05d}")
-        if new is None:
-            self.run = scan(medium, rank)
-        else:
-            self.run = begun(medium, new, rank)
-        if new is None and self.run.is_complete:
+        self.run = scan(medium, rank) if begin is None else begin(medium)
+        if self.run.is_complete:
             raise RecordingError(f"{medium.path} is complete" + (f" for rank {rank}" * (rank > 0)))
         self.sample_ids = self.run.sample_ids()
         self._is_finishing = False
@@ -161,13 +161,15 @@ class RunWriter:
         """
         columns = None if rows is None else dict(rows)
         run = uuid.uuid4().hex
-        description = Description(run, world_size, dict(layers), dict(header), columns)
+        given = Description(run, world_size, dict(layers), dict(header), columns)
         try:
+            said = given.to_json()
             # Values that JSON converts to its own types must equal those that will be read back.
-            description = description.as_read()
+            description, write = Description.from_json(parse(dump(said))), file_writer({}, said)
         except (TypeError, ValueError) as cause:
             raise CollectError(f"a recording can't be described: {cause}") from cause
-        return cls(os.fspath(path), rank, description, right)
+        description.check_rank(os.fspath(path), rank)
+        return cls(os.fspath(path), rank, right, lambda at: begun(at, description, write, rank))
 
     @classmethod
     def resume(
@@ -190,7 +192,7 @@ class RunWriter:
             There is no recording, it is damaged, this rank of it is complete, or another writer is
             active.
         """
-        return cls(os.fspath(path), rank, None, right)
+        return cls(os.fspath(path), rank, right)
 
     @property
     def durable(self) -> int:
@@ -388,19 +390,21 @@ def _kept_tensors(kept: KeptBatches, rows: int) -> dict[str, Tensor]:
     return tensors | {VALUES: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
 
-def begun(folder: Medium, description: Description, rank: int) -> Run:
-    """Return the recording of this description, created now or by another rank.
+def begun(
+    medium: Medium, description: Description, write: Callable[[WriteAt], str], rank: int
+) -> Run:
+    """Return the recording of this description, which ``write`` writes now, or another rank has.
 
     If several create it at once, the first one does, and the others join it.
     """
-    if not folder.has(DESCRIPTION_NAME):
-        check_empty(folder)
+    if not medium.has(DESCRIPTION_NAME):
+        check_empty(medium)
         with suppress(FileExistsError):
-            folder.put(DESCRIPTION_NAME, f"{rank:05d}", description.write)
+            medium.put(DESCRIPTION_NAME, f"{rank:05d}", write)
             return Run(description, {rank: []})
-    run = scan(folder, rank)
+    run = scan(medium, rank)
     if run.description.run != description.run:
-        _check_joining(folder.path, run, description, rank)
+        _check_joining(medium.path, run, description, rank)
     return run
 
 
