@@ -108,6 +108,11 @@ class InStep:
     net : torch.nn.Module
         Any network. Most run in this process alone.
 
+    Attributes
+    ----------
+    is_alone : bool
+        Whether no other process takes part in a pass.
+
     Examples
     --------
     >>> together = InStep(nn.Linear(2, 1))
@@ -116,21 +121,16 @@ class InStep:
     """
 
     def __init__(self, net: nn.Module) -> None:
-        self._groups: dict[int, Any] = {}
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return
-        for module in fsdp_modules(net):
-            # Whole parameters that were left in place don't know their mesh.
-            private_distributed.take_whole_parameters(module)
-        groups = [group for module in net.modules() for group in _groups_of(module)]
+        groups: list[Any] = []
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            for module in fsdp_modules(net):
+                # Whole parameters that were left in place don't know their mesh.
+                private_distributed.take_whole_parameters(module)
+            groups = [group for module in net.modules() for group in _groups_of(module)]
         self._groups = {
             id(group): group for group in groups if torch.distributed.get_world_size(group) > 1
         }
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other process takes part in a pass."""
-        return not self._groups
+        self.is_alone = not self._groups
 
     def all(self, holds: bool) -> bool:
         """Whether a condition holds in all processes, which must all ask."""
