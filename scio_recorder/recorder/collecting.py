@@ -344,7 +344,7 @@ class Collecting(nn.Module):
         feed = Feed(batches, asked, share=self._share_of(batches, has_ids=sample_ids is not None))
         bar = progress_bar("collecting batches", feed.num_batches, is_wanted=progress)
         with saying_what_is_durable(store):
-            return self._go_through(Collection(self._capture, feed, asked), bar)
+            return self._go_through(Collection(self._capture, feed), bar)
 
     def _share_of(self, loader: Any, *, has_ids: bool) -> Share | None:
         """Return the share of this process in a dataset that a sampler splits."""
@@ -573,7 +573,7 @@ class Collecting(nn.Module):
         asked = CollectOptions.among(locals())
         # An iterator, since the number of passes is not known.
         feed = Feed(iter(()), asked)
-        collected = CollectedPasses(Collection(self._capture, feed, asked, is_of_others=True))
+        collected = CollectedPasses(Collection(self._capture, feed, is_of_others=True))
         with (
             saying_what_is_durable(store),
             collected.open(progress=progress),

@@ -15,7 +15,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import cast_for
 from scio_recorder.recording.feed import counting_tensor
-from scio_recorder.recording.rows import Source, advice_on_lists
+from scio_recorder.recording.rows import Shapes, advice_on_lists
 from scio_recorder.tensors.arguments import signature_of
 from scio_recorder.tensors.copies import dtype_name
 
@@ -123,24 +123,23 @@ def advise_positions(named: Mapping[str, Any]) -> bool:
     return True
 
 
-def labelled_number(source: Source, number: int) -> tuple[int] | None:
+def labelled_number(shapes: Shapes, number: int) -> tuple[int] | None:
     """Return the number of samples at labelling; None if it is not known.
 
     Parameters
     ----------
-    source : Source
-        What the net is given for a batch, and was given at labelling.
+    shapes : list of (Tensor, tuple or None)
+        What the net is given for a batch, and the shapes at labelling.
     number : int
         The number of samples in that batch, which the first dimension of some input counts.
     """
-    for name, value in source.tensors.items():
-        before = source.labelled_shape(name)
+    for value, before in shapes:
         if before and len(before) == value.ndim and len(value) == number:
             return (before[0],)
     return None
 
 
-def refuse_sample(source: Source, inputs: Inputs) -> None:
+def refuse_sample(shapes: Shapes, inputs: Inputs) -> None:
     """Refuse a first batch that is a single sample, whose features would count as samples.
 
     A sample lacks the first dimension of what the net was labelled with. Many nets run on both, and
@@ -148,10 +147,10 @@ def refuse_sample(source: Source, inputs: Inputs) -> None:
 
     Parameters
     ----------
-    source : Source
-        What the net is given for the first batch, and was given at labelling.
+    shapes : list of (Tensor, tuple or None)
+        What the net is given for the first batch, and the shapes at labelling.
     inputs : Inputs
-        The same, without names.
+        All inputs of the net for it.
 
     Raises
     ------
@@ -159,8 +158,7 @@ def refuse_sample(source: Source, inputs: Inputs) -> None:
         The first dimension of the batch is as long as the second one at labelling.
     """
     given = counting_tensor(inputs)
-    name = next((name for name, value in source.tensors.items() if value is given), None)
-    before = None if name is None else source.labelled_shape(name)
+    before = next((shape for value, shape in shapes if value is given), None)
     is_like_a_sample = before is not None and len(before) == given.ndim + 1
     # A length of 1 counts as one sample, and is one in any case.
     if before is None or not is_like_a_sample or len(given) == 1 != before[1]:

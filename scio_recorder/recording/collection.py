@@ -25,7 +25,7 @@ from scio_recorder.recording.continuing import Continuing
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.intake import CurrentBatch, Intakes
 from scio_recorder.recording.made_with import made_with
-from scio_recorder.recording.options import CollectOptions, LayerOptions
+from scio_recorder.recording.options import LayerOptions
 from scio_recorder.recording.recording import Recording, open_recording
 from scio_recorder.recording.rows import BatchRows, Source
 from scio_recorder.stores import Job, State, Store, StoreWriter, as_store
@@ -119,9 +119,7 @@ class Collection:
     capture : Capture
         Runs passes of the network.
     feed : Feed
-        The batches.
-    asked : CollectOptions
-        The options of ``collect``.
+        The batches, and the options of ``collect``.
     is_of_others : bool, default False
         Whether others run the passes: one may continue the samples of another, and more may follow
         one that fails. Reductions receive copies of a pass when it has ended.
@@ -131,11 +129,11 @@ class Collection:
 
     capture: Capture
     feed: Feed
-    asked: CollectOptions
     is_of_others: bool = False
     weights: str | None = None
 
     def __post_init__(self) -> None:
+        self.asked = self.feed.asked
         self.layers = LayerOptions(self.capture, self.asked)
         self._continuing = Continuing() if self.is_of_others and self.asked.rows else None
         # Whether batches have their optional entries, by name: all batches or none.
@@ -223,14 +221,12 @@ class Collection:
         # Given ids need no running index, and continued samples have theirs.
         if (self._is_taken or feed.is_numbering) and (rows is None or rows.num_samples):
             is_first = rows is None and feed.number == 0
-            if is_first:
-                net, shape = self.capture.net, self.layers.architecture[0, 1].input_shape
-                source = Source(net, batch, inputs.named(net), 0, "", shape)
-                if self.asked.sample_ids is None:
-                    advice.refuse_sample(source, inputs)
+            shapes = self._source(batch, inputs).shapes_at_labelling() if is_first else []
+            if is_first and self.asked.sample_ids is None:
+                advice.refuse_sample(shapes, inputs)
             ids, number = feed.ids(batch, inputs, None if rows is None else rows.num_samples)
             if is_first:
-                self._labelled = advice.labelled_number(source, number)
+                self._labelled = advice.labelled_number(shapes, number)
             if self._is_taken:
                 skip = durable.num_to_skip(ids, by_batches=self.layers.with_inputs)
         rows = rows or BatchRows.of_samples(number, self._labelled)
@@ -247,17 +243,21 @@ class Collection:
 
     def _rows_of(self, batch: Any, inputs: Inputs, is_taken: bool) -> BatchRows | None:
         """Return the rows of a batch; None if they are its samples."""
-        kind, layers = self.asked.rows, self.layers
+        kind = self.asked.rows
         if kind is None:
             return None
-        root, first = (layers.architecture[label] for label in ((0, 1), layers.recording[0]))
-        named, number = inputs.named(self.capture.net), self.feed.number
-        # If others run the passes, they choose the inputs of each.
-        has = self._has if self._continuing is None else None
-        source = Source(self.capture.net, batch, named, number, str(first), root.input_shape, has)
+        source = self._source(batch, inputs)
         if self._continuing is None:
             return kind.of(source)
         return self._continuing.rows(kind, source, self._durable.samples_come, is_taken=is_taken)
+
+    def _source(self, batch: Any, inputs: Inputs) -> Source:
+        """Return where the entries of a batch are looked up."""
+        net, architecture = self.capture.net, self.layers.architecture
+        first, shapes = architecture[self.layers.recording[0]], architecture[0, 1].input_shape
+        # If others run the passes, they choose the inputs of each.
+        has = self._has if self._continuing is None else None
+        return Source(net, batch, inputs.named(net), self.feed.number, first, shapes, has)
 
     def take(self, run: Callable[[Intakes], Any]) -> Any:
         """Run the pass of the batch, and commit those of its samples that are not durable.
@@ -441,14 +441,10 @@ def _run_batches(
     """Run the net on all batches in order, without samples that are durable already."""
     net, feed = collection.capture.net, collection.feed
     is_ours = feed.asked.to_inputs is None
-    is_empty, is_advised = True, not is_ours
+    is_advised = not is_ours
     may_count_padding = advice.takes_positions(net)
     with progress as advance:
         for batch, is_taken in feed:
-            is_empty = False
-            if not (is_taken or feed.is_numbering):
-                # Given ids need no running index.
-                continue
             is_advised = is_advised or advice.advise_second_element(net, batch)
             inputs = feed.inputs(batch)
             if may_count_padding:
@@ -466,7 +462,7 @@ def _run_batches(
             added = collection.end()
             if is_taken:
                 advance(*added)
-    if is_empty and not feed.may_be_empty:
+    if feed.number == 0 and not feed.may_be_empty:
         used = "; an iterator can be used only once, so give a list, a DataLoader or a new iterator"
         more = used if isinstance(feed.batches, Iterator) else ""
         raise CollectError(f"batches is empty: it gave no batch to run the net on{more}")

@@ -135,7 +135,7 @@ class Feed:
             )
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        """Yield every batch and whether it is taken, and request no more batches than needed."""
+        """Yield each batch that counts and whether it is taken; request no more than needed."""
         every, most = self.asked.every, self.asked.max_batches
         batches = iter(islice(self.batches, None if most is None else (most - 1) * every + 1))
         chosen = None
@@ -151,7 +151,10 @@ class Feed:
             except Exception as error:
                 raise raised_by(f"batch {self.number}: the loader", error) from error
             self._chosen = None if chosen is None else next(chosen, ChosenSamples([], 0))
-            yield batch, self.is_taken
+            is_taken = self.is_taken
+            # Only running numbers count the others.
+            if is_taken or self.is_numbering:
+                yield batch, is_taken
 
     @property
     def is_taken(self) -> bool:
@@ -159,7 +162,7 @@ class Feed:
         nth, remainder = divmod(self.number, self.asked.every)
         return remainder == 0 and (self.asked.max_batches is None or nth < self.asked.max_batches)
 
-    @property
+    @cached_property
     def num_batches(self) -> int | None:
         """The number of batches that will be taken, if the loader knows its length."""
         length = _length(self.batches)

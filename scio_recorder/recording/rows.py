@@ -23,6 +23,8 @@ from scio_recorder.tensors.copies import is_dense
 Name: TypeAlias = str | Callable[[Any], Any]
 Fields: TypeAlias = Sequence[str] | Mapping[str, Name]
 Dims: TypeAlias = tuple[str, ...]
+# Tensors, and their shapes at labelling, if known.
+Shapes: TypeAlias = list[tuple[Tensor, tuple[int, ...] | None]]
 
 # Columns that are made here, or for passes that continue earlier samples.
 _OWN = ("sample", "position", "step")
@@ -261,8 +263,8 @@ class Source:
         The arguments of the network's forward for it, by name.
     number : int
         The number of the batch, for messages.
-    layer : str
-        The first recorded layer, for messages.
+    layer : Layer
+        The first of the layers that are read, for messages.
     labelled : any
         Shapes of the network's inputs at labelling, as in `Layer.input_shape`.
     has : dict, optional
@@ -275,7 +277,7 @@ class Source:
     batch: Any
     arguments: Mapping[str, Any]
     number: int
-    layer: str
+    layer: Layer
     labelled: Any = None
     has: dict[str, bool] | None = None
     is_part: bool = False
@@ -299,6 +301,10 @@ class Source:
             shapes = dict(zip(self.arguments, [several] if alone else several, strict=False))
         shape = shapes.get(name)
         return shape if _is_shape(shape) else None
+
+    def shapes_at_labelling(self) -> Shapes:
+        """Return each tensor among the arguments with the shape that it had at labelling."""
+        return [(value, self.labelled_shape(name)) for name, value in self.tensors.items()]
 
     def labelled_as(self, name: str, number: int) -> tuple[int, ...] | None:
         """Return an argument's leading dimensions at labelling, if known.

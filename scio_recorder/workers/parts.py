@@ -252,7 +252,7 @@ class Parts:
 
     def _collection(self, batches: Iterable[Any], part: int) -> Collection:
         asked = replace(self.asked, store=self._store)
-        return Collection(self.capture, Feed(batches, asked, part), asked, weights=self._weights)
+        return Collection(self.capture, Feed(batches, asked, part), weights=self._weights)
 
     def _count(self, samples: int, num_bytes: int) -> None:
         self._advance(samples, num_bytes, 0)

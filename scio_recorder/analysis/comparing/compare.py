@@ -347,13 +347,15 @@ def _block(
     net: NetworkSide, batch: Any, feed: Feed, rows: Rows | None, has_rows: dict[str, bool]
 ) -> SampleBlock:
     """Return the samples of a batch."""
-    inputs, root = net.feed.inputs(batch), net.architecture[0, 1].input_shape
+    inputs, root = net.feed.inputs(batch), net.architecture[0, 1]
+    shapes = root.input_shape
     if rows is None:
         if feed.number == 0 and feed.asked.sample_ids is None:
-            refuse_sample(Source(net.net, batch, inputs.named(net.net), 0, "", root), inputs)
+            source = Source(net.net, batch, inputs.named(net.net), 0, root, shapes)
+            refuse_sample(source.shapes_at_labelling(), inputs)
         ids, _ = feed.ids(batch, inputs)
         return SampleBlock(ids, batch, net.feed, inputs, feed.number)
-    source = Source(net.net, batch, inputs.named(net.net), feed.number, "", root, has_rows)
+    source = Source(net.net, batch, inputs.named(net.net), feed.number, root, shapes, has_rows)
     found = rows.of(source)
     ids, _ = feed.ids(batch, inputs, found.num_samples)
     lengths = torch.bincount(found.columns["sample"], minlength=len(ids)).tolist()
