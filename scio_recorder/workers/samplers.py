@@ -37,9 +37,10 @@ def share_of(loader: Any, *, has_ids: bool) -> Share | None:
     has_ids : bool
         Whether ids are given, which distinguish samples of a stream.
     """
-    dataset, here = getattr(loader, "dataset", None), this_process()
+    dataset = getattr(loader, "dataset", None)
     if dataset is None:
         return None
+    here = this_process()
     source = getattr(loader, "batch_sampler", None)
     source = getattr(loader, "sampler", None) if source is None else source
     if any(type(one).__module__.startswith("accelerate.") for one in (loader, dataset, source)):
