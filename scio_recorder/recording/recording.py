@@ -308,7 +308,8 @@ def _save(recording: Recording, path: str | os.PathLike[str]) -> None:
             key: writer.column(key, TensorSpec(tuple(whole.shape[1:]), whole.dtype), whole[:0])
             for key, whole in arrays.items()
         }
-        for rows, calls in _batches(recording, max(1, CHUNK_BYTES // max(1, writer.row_bytes))):
+        row_bytes = sum([column.row_bytes for column in columns.values()])
+        for rows, calls in _batches(recording, max(1, CHUNK_BYTES // max(1, row_bytes))):
             for key, column in columns.items():
                 column.place(writer.start, len(rows)).copy_(arrays[key][rows.start : rows.stop])
             # If rows are not samples, all of these begin with the first rows.

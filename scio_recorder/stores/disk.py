@@ -43,7 +43,7 @@ from scio_recorder.stores.disk_format.reader import Run, RunReader
 from scio_recorder.stores.disk_format.tensor_file import dump, parse
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.stores.disk_tensor import held_by
-from scio_recorder.stores.kept_inputs import KeptCalls, pack, unpack
+from scio_recorder.stores.kept_inputs import pack, unpack
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.processes import ProcessRank, this_process
@@ -193,7 +193,7 @@ class DiskWriter(StoreWriter):
     """Buffers whole batches until they make a chunk, and has the chunk written; see the NOTE."""
 
     def __init__(self, job: Job, store: Disk) -> None:
-        super().__init__()
+        super().__init__(for_file=True)
         self._architecture = job.architecture
         self._store = store
         self._path = store.path
@@ -202,7 +202,6 @@ class DiskWriter(StoreWriter):
         # The memory of each column that is being written while the other is filled.
         self._resting: dict[RowIdx | str, DeviceBuffer] = {}
         self._staged: list[Ids] = []
-        self.calls = KeptCalls(for_file=True)
         self._committed_at = 0.0
         self._writer: RunWriter | None = None
         # It begins with the first chunk, after the forks of loaders.

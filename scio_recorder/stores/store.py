@@ -94,17 +94,24 @@ class StoreWriter(abc.ABC):
 
     A subclass makes the columns and puts them into ``columns``, gives back their rows at the end,
     and may act when a batch is committed (`on_commit`).
+
+    Parameters
+    ----------
+    for_file : bool, default False
+        Whether calls are kept as JSON, see `KeptCalls`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, for_file: bool = False) -> None:
         # The row of the columns at which the current batch begins, and the number of all rows.
         self.start = self.num_rows = 0
         # Whether rows are counted apart from samples.
         self.counts_rows = False
         self.sample_ids = SampleIds()
-        self.calls = KeptCalls()
-        # All columns so far, and the devices from which copies into them may be pending.
+        self.calls = KeptCalls(for_file=for_file)
+        # All columns so far, the bytes of one row of those that count, and the devices from which
+        # copies into them may be pending.
         self.columns: dict[RowIdx | str, Column] = {}
+        self.row_bytes = 0
         self.devices: set[torch.device] = set()
         # Whether the found recording is complete already, and its last state.
         self.is_complete = False
@@ -157,6 +164,7 @@ class StoreWriter(abc.ABC):
         number = len(ids) if rows is None else rows
         self.start += number
         self.num_rows += number
+        self.row_bytes = sum([column.row_bytes for column in self.columns.values()])
         if calls:
             self.calls.commit(len(ids), calls)
         self.on_commit(ids, state)
@@ -201,11 +209,6 @@ class StoreWriter(abc.ABC):
             rows={key: array for key, array in arrays.items() if isinstance(key, str)},
             num_rows=self.num_rows if self.counts_rows else None,
         )
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of one row of all columns so far."""
-        return sum([column.row_bytes for column in self.columns.values()])
 
     @abc.abstractmethod
     def finish(self, state: Callable[[], State], *, is_complete: bool = True) -> Held:

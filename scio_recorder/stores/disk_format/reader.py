@@ -501,6 +501,8 @@ class RunReader(RowReader):
         The ids of all samples, in order.
     num_rows : int
         The number of rows, which is that of samples unless rows are counted apart.
+    world_size : int
+        The number of ranks that write the recording.
     complete : bool
         Whether every rank that is read has finished.
     kept : KeptReader
@@ -547,6 +549,7 @@ class RunReader(RowReader):
         self.layers: Table = self.run.description.layers
         self.rows: Table | None = self.run.description.rows
         self.table: Table = self.run.description.table
+        self.world_size = self.run.description.world_size
         self.complete = self.run.is_complete
         chunks = self.run.all_chunks
         with parsing(self.path):
@@ -570,11 +573,6 @@ class RunReader(RowReader):
     def num_samples(self) -> int:
         """The number of samples."""
         return len(self.sample_ids)
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks that write this recording."""
-        return self.run.description.world_size
 
     @property
     def is_begun(self) -> bool:
@@ -672,9 +670,8 @@ class JoinedReader(RowReader):
         ids = list(shortest.sample_ids)
         if any(list(part.sample_ids[: len(ids)]) != ids for part in self._parts):
             raise ValueError("its ranks hold shards of layers, but have different samples")
-        self.path, self.header, self.rows = whole.path, whole.header, whole.rows
-        self.complete, self.sample_ids = whole.complete, shortest.sample_ids
-        self.starts = shortest.starts
+        self.path, self.rows = whole.path, whole.rows
+        self.sample_ids, self.starts = shortest.sample_ids, shortest.starts
         self.layers = {name: self._joined(name, spec) for name, spec in whole.layers.items()}
         self.table = {**whole.table, **self.layers}
 
