@@ -252,15 +252,15 @@ class Hooks:
         for index, module in enumerate(self._modules):
             hook = ModuleHook(index, self._site)
             after, before = private.forward_hooks(module)
-            if self._is_newly_compiled(module):
-                self._remove_from(module)
-                AroundCompiled(hook, self._with_inputs, module).put_around(module)
-                module.register_forward_hook(hook.after_traced)
-            elif not private.calls_compiled(module):
+            if not private.calls_compiled(module):
                 if not self._own(after):
                     module.register_forward_hook(hook.after)
                 if index in self._with_inputs and not self._own(before):
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
+            elif self._is_newly_compiled(module):
+                self._remove_from(module)
+                AroundCompiled(hook, self._with_inputs, module).put_around(module)
+                module.register_forward_hook(hook.after_traced)
         for module, hooks in self._own_code:
             # Nothing is seen of compiled code.
             if not private.calls_compiled(module):
@@ -346,8 +346,11 @@ class Hooks:
         next_id = RemovableHandle.next_id
         for module in self._all:
             after, before = private.forward_hooks(module)
-            _arrange(after, first=self._own(after, OwnCodeHook), last=self._own(after))
-            _arrange(before, last=[*self._own(before), *self._own(before, OwnCodeHook)])
+            # A hook that is alone is at its place.
+            if len(after) > 1:
+                _arrange(after, first=self._own(after, OwnCodeHook), last=self._own(after))
+            if len(before) > 1:
+                _arrange(before, last=[*self._own(before), *self._own(before, OwnCodeHook)])
         self._checked_at = next_id
 
 

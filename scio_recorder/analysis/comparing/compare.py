@@ -1,46 +1,70 @@
-"""The function `compare`: two runs side by side, and where they begin to differ."""
+"""Two runs side by side, block by block: where they begin to differ, and what makes the difference.
+
+NOTE [Who makes a difference]
+
+A layer makes a difference in a block of samples if its output differs and none of its inputs do.
+Layers are examined in the order in which the reference's calls return, so the first that qualifies
+is the innermost and earliest. A layer that passes a difference on has received one.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from itertools import chain, count
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from scio_recorder.analysis.comparing.comparison import Comparison
-from scio_recorder.analysis.comparing.difference import Difference, SampleId
+from scio_recorder.analysis.comparing.difference import (
+    Difference,
+    FirstDifference,
+    LayerDifference,
+    SampleId,
+    Unmatched,
+)
 from scio_recorder.analysis.comparing.matching import Pair, match_sides
-from scio_recorder.analysis.comparing.measures import Tolerance
+from scio_recorder.analysis.comparing.measures import (
+    Figures,
+    PartPair,
+    Tolerance,
+    dense,
+    measure,
+    measure_values,
+    paired_inputs,
+    paired_outputs,
+    unknown,
+)
 from scio_recorder.analysis.comparing.parting import OperationPair, first_operations
 from scio_recorder.analysis.comparing.sides import (
     NetworkSide,
     RecordingSide,
     SampleBlock,
     Side,
-    refuse_missing,
+    sample_blocks,
 )
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError, warn
 from scio_recorder.layer import Operation
+from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import InStep, is_sharded
 from scio_recorder.nets.state.moment import random_state, restore_random
 from scio_recorder.nets.state.untouched import NetState, reached, untouched
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import Recording
-from scio_recorder.recording.advice import advise_second_element, refuse_sample
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.options import CollectOptions
-from scio_recorder.recording.rows import Rows, Source, rows_or_none
-from scio_recorder.stores.disk_tensor import bytes_of_row
+from scio_recorder.recording.rows import Rows, rows_or_none
 from scio_recorder.tensors import private
+from scio_recorder.tensors.structures import tensors
 
 ToInputs = Callable[[Any], Any]
-# The bytes of a layer that are read at once from each recording.
-_BLOCK_BYTES = 1 << 26
+_T = TypeVar("_T")
 
 
 def compare(
@@ -128,36 +152,22 @@ def compare(
         )
     rows = rows_or_none(rows, ComparisonError)
     feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
-    one, two = _side(reference, "reference", feeds[0]), _side(candidate, "candidate", feeds[1])
-    is_run = isinstance(two, NetworkSide) and not two.is_compiled
-    if is_run and isinstance(candidate, Recorder) and one.architecture.operations:
-        # Those of the reference are compared.
-        two.architecture = candidate.operations().architecture
+    one = _side(reference, "reference", feeds[0])
+    # Operations that the reference has recorded are compared.
+    lists_operations = bool(one.architecture.operations)
+    two = _side(candidate, "candidate", feeds[1], lists_operations=lists_operations)
     _refuse_other_rows(one, two, rows)
     pairs, unmatched = match_sides(one, two, match)
-    compared = [pair for pair in pairs if pair.error is None]
-    # Layers of the reference of which at least one side knows only digests.
-    digested = frozenset(
-        own.label
-        for own, partner, _ in compared
-        if own.label in one.digests or partner.label in two.digests
-    )
-    tolerance = Tolerance(rtol, atol)
-    comparison = Comparison(pairs, digested, tolerance)
-    search = _OperationSearch(comparison, one, two, tolerance) if operations else None
-    apart = _apart(one, two)
+    comparison = Comparison(one, two, pairs, Tolerance(rtol, atol), finds_operations=operations)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        _open(stack, one, two, compared, keeps_digests=len(digested) == len(compared))
+        comparison.open(stack)
         total = feeds[0].num_batches or None
         advance = stack.enter_context(progress_bar("comparing", total, is_wanted=progress))
-        for block in _blocks(one, two, feeds[0], rows):
-            with contextlib.nullcontext() if search is None else search.around(block):
-                _load(one, two, block, apart)
-                comparison.add(block, one, two)
+        for block in sample_blocks(one, two, feeds[0], rows):
+            comparison.add(block)
             advance(len(block.ids), 0)
-    found = OperationPair(None, None) if search is None else search.found
-    return comparison.result(one.architecture, unmatched, (one.made_with, two.made_with), found)
+    return comparison.result(unmatched)
 
 
 def _feeds(
@@ -183,7 +193,7 @@ def _feeds(
     return feeds[0], feeds[-1]
 
 
-def _side(given: Any, what: str, feed: Feed) -> Side:
+def _side(given: Any, what: str, feed: Feed, *, lists_operations: bool = False) -> Side:
     if isinstance(given, Recording):
         return RecordingSide(given, what)
     recorder = private.uncompiled(given) if isinstance(given, nn.Module) else given
@@ -194,7 +204,10 @@ def _side(given: Any, what: str, feed: Feed) -> Side:
                 f"the {what} is compiled and records no layer, but only recorded layers of "
                 "compiled code can be compared: call record(...) before"
             )
-        return NetworkSide(recorder.capture, given if is_compiled else None, feed)
+        side = NetworkSide(recorder.capture, given if is_compiled else None, feed)
+        if lists_operations and not is_compiled:
+            side.architecture = recorder.operations().architecture
+        return side
     hint = "give a Recorder or a Recording"
     if isinstance(given, nn.Module):
         hint = f"write Recorder(net, input_data=x) around a network for the {what}"
@@ -218,76 +231,272 @@ def _refuse_other_rows(one: Side, two: Side, rows: Rows | None) -> None:
         )
 
 
-def _open(
-    stack: contextlib.ExitStack, one: Side, two: Side, pairs: Sequence[Pair], *, keeps_digests: bool
-) -> None:
-    """Prepare all networks; when the stack ends, they are as they were before."""
-    labels = [pair.reference.label for pair in pairs], [pair.partner.label for pair in pairs]
-    sides = zip((one, two), labels, strict=True)
-    networks = [(side, own) for side, own in sides if isinstance(side, NetworkSide)]
-    for net in {id(side.net): side.net for side, _ in networks}.values():
-        stack.enter_context(untouched(net))
-    calls: Literal["labelled", "any"] = next((side.calls for side, _ in networks), "labelled")
-    # Of all calls of a pass, nobody knows which inputs belong to the output that differs.
-    has_inputs = one.knows_inputs and two.knows_inputs and calls == "labelled"
-    options = RecordOptions(inputs=has_inputs and not keeps_digests, calls=calls)
-    for side, own in networks:
-        side.open(stack, own, options, keeps_digests=keeps_digests)
+class _MeasuredPart(NamedTuple):
+    """A pair of parts of a layer's outputs in one block, and how they differ."""
+
+    number: int
+    pair: PartPair
+    figures: Figures
+
+    def place(self, block: SampleBlock) -> tuple[int, tuple[int, ...]]:
+        """Return the sample of the first element that differs, and the index in it."""
+        own, first = self.pair.own, self.figures.first or 0
+        # A plain value counts as one of the first sample.
+        return block.place(own.shape, first) if isinstance(own, Tensor) else (0, ())
+
+    def values(self) -> tuple[Any, Any]:
+        """Return both values of that element."""
+        own, other = self.pair
+        if not isinstance(own, Tensor):
+            return own, other
+        at = self.figures.first or 0
+        return dense(own).reshape(-1)[at].item(), dense(other).reshape(-1)[at].item()
 
 
-def _load(one: Side, two: Side, block: SampleBlock, apart: Callable[[], Any]) -> None:
-    """Let both sides have the values of a block; networks run with the same random numbers."""
-    before = random_state()
-    with apart():
-        one.load(block)
-    restore_random(before)
-    two.load(block)
+@dataclass
+class _ComparedLayer:
+    """The findings about a pair of layers in all blocks so far."""
+
+    pair: Pair
+    is_digest: bool
+    error: str | None
+    figures: Figures = field(default_factory=Figures)
+    # The first place of a difference, and the first one although the inputs are equal.
+    first: FirstDifference | None = None
+    maker: FirstDifference | None = None
+    # Whether its inputs were equal in all blocks so far; None once they were not known.
+    received_same: bool | None = True
+
+    def __post_init__(self) -> None:
+        if self.error is not None:
+            self.received_same = None
+            self.fail(self.error, None, None)
+
+    def receive(self, same: bool | None) -> None:
+        """Take whether the inputs in a block are equal; None if that is not known."""
+        before = self.received_same
+        self.received_same = None if None in (same, before) else same and before
+
+    def fail(self, error: str, sample_id: SampleId | None, same: bool | None) -> None:
+        """Take the reason why the outputs in a block can't be compared."""
+        self.error = self.error or error
+        self.figures = unknown(self.figures)
+        layer = self.pair.reference
+        self._differ(FirstDifference(layer, sample_id, None, None, None, same, error))
+
+    def add(self, block: SampleBlock, parts: Sequence[_MeasuredPart], same: bool | None) -> None:
+        """Take how the parts of the outputs in a block differ."""
+        for part in parts:
+            self.figures.add(unknown(part.figures) if self.is_digest else part.figures)
+        differing = [part for part in parts if part.figures.num_different]
+        if differing and (self.first is None or (same and self.maker is None)):
+            part = min(differing, key=lambda part: part.place(block)[0])
+            sample, index = part.place(block)
+            layer, sample_id = self.pair.reference, block.ids[sample]
+            spot = None if self.is_digest else index
+            own, other = (None, None) if self.is_digest else part.values()
+            self._differ(
+                FirstDifference(layer, sample_id, spot, own, other, same, part=part.number)
+            )
+
+    def _differ(self, found: FirstDifference) -> None:
+        self.first = self.first or found
+        if found.inputs_equal:
+            self.maker = self.maker or found
+
+    def result(self) -> LayerDifference:
+        """Return the findings about the layer."""
+        (layer, partner, _), figures, found = self.pair, self.figures, self.maker or self.first
+        return LayerDifference(
+            *(layer.label, layer.name, partner.label, partner.name),
+            *(figures.max_abs, figures.max_rel, figures.relative_error, figures.cosine),
+            *(figures.num_different, figures.num_elements),
+            None if self.first is None else self.first.sample_id,
+            self.received_same if found is None else found.inputs_equal,
+            found is not None,
+            self.error,
+        )
 
 
-class _OperationSearch:
-    """Finds the operations that make the first difference known so far."""
+class Comparison:
+    """Takes two sides through one block of samples after another.
 
-    def __init__(self, comparison: Comparison, one: Side, two: Side, tolerance: Tolerance) -> None:
-        boths = [side for side in (one, two) if isinstance(side, NetworkSide)]
-        if len(boths) < 2 or any(side.is_compiled for side in boths):
+    Parameters
+    ----------
+    one, two : Side
+        The reference and the candidate.
+    pairs : sequence of Pair
+        Their layers, in the order in which those of the reference return.
+    tolerance : Tolerance
+        What counts as equal.
+    finds_operations : bool
+        Whether to find the operations that make the first difference as well.
+    """
+
+    def __init__(
+        self,
+        one: Side,
+        two: Side,
+        pairs: Sequence[Pair],
+        tolerance: Tolerance,
+        *,
+        finds_operations: bool,
+    ) -> None:
+        self._sides = one, two
+        self._tolerance = tolerance
+        self._compared = [pair for pair in pairs if pair.error is None]
+        # If one side has only digests of a layer, those of the other side are compared with them.
+        others = {
+            pair.partner.label for pair in self._compared if pair.reference.label in one.digests
+        }
+        two.digested = others | {*two.digests}
+        digested = [pair for pair in self._compared if pair.partner.label in two.digested]
+        one.digested = {pair.reference.label for pair in digested}
+        self._has_values = len(digested) < len(self._compared)
+        self._layers = [
+            _ComparedLayer(pair, pair.reference.label in one.digested, pair.error) for pair in pairs
+        ]
+        self._num_samples = 0
+        # The figures of tensors of the current block, by the ids of both.
+        self._known: dict[tuple[int, int], tuple[Any, Any, Figures]] = {}
+        self._networks = [side for side in (one, two) if isinstance(side, NetworkSide)]
+        self._nets = [*{id(side.net): side.net for side in self._networks}.values()]
+        modules = [{*side.net.modules()} for side in self._networks]
+        self._share_modules = len(modules) > 1 and not modules[0].isdisjoint(modules[1])
+        self._finds_operations = finds_operations
+        # What was found, and for which difference.
+        self._operations = OperationPair()
+        self._examined: FirstDifference | None = None
+        if finds_operations and [side.compiled for side in self._networks] != [None, None]:
             raise ComparisonError(
                 "operations=True runs both networks again: give two recorders that are not "
                 "compiled, since recordings and compiled code don't have all operations"
             )
-        self.found = OperationPair(None, None)
-        self._comparison = comparison
-        self._sides = boths
-        self._tolerance = tolerance
 
-    @contextlib.contextmanager
-    def around(self, block: SampleBlock) -> Iterator[None]:
+    def open(self, stack: contextlib.ExitStack) -> None:
+        """Prepare all networks; when the stack ends, they are as they were before."""
+        for net in self._nets:
+            stack.enter_context(untouched(net))
+        one, two = self._sides
+        calls: Literal["labelled", "any"] = next((x.calls for x in self._networks), "labelled")
+        # Of all calls of a pass, nobody knows which inputs belong to the output that differs.
+        has_inputs = one.knows_inputs and two.knows_inputs and calls == "labelled"
+        options = RecordOptions(inputs=has_inputs and self._has_values, calls=calls)
+        if isinstance(one, NetworkSide):
+            one.open(stack, [pair.reference.label for pair in self._compared], options)
+        if isinstance(two, NetworkSide):
+            two.open(stack, [pair.partner.label for pair in self._compared], options)
+
+    def add(self, block: SampleBlock) -> None:
+        """Compare all layers of a block."""
+        nets = self._nets if self._finds_operations else ()
+        states = [NetState(reached([net]), only_buffers=is_sharded(net)) for net in nets]
+        one, two = self._sides
+        self._in_turn(partial(one.load, block), partial(two.load, block))
+        self._num_samples += len(block.ids)
+        for layer in self._layers:
+            if layer.pair.error is None:
+                self._add(layer, block)
+        self._known.clear()
+        if self._finds_operations:
+            self._find_operations(block, states)
+
+    def result(self, unmatched: Unmatched) -> Difference:
+        """Return the findings."""
+        first, (one, two) = self._first, self._sides
+        if first is not None:
+            own, other, why_none = self._operations
+            first = replace(
+                first, operation=own, candidate_operation=other, why_no_operation=why_none
+            )
+        return Difference(
+            one.architecture,
+            {layer.pair.reference.label: layer.result() for layer in self._layers},
+            first,
+            num_samples=self._num_samples,
+            rtol=self._tolerance.rtol,
+            atol=self._tolerance.atol,
+            unmatched=unmatched,
+            made_with=(one.made_with, two.made_with),
+        )
+
+    @property
+    def _first(self) -> FirstDifference | None:
+        """The first layer that makes a difference so far, or else that differs."""
+        makers = (layer.maker for layer in self._layers)
+        others = (layer.first for layer in self._layers)
+        return next(filter(None, chain(makers, others)), None)
+
+    def _in_turn(self, first: Callable[[], _T], second: Callable[[], _T]) -> tuple[_T, _T]:
+        """Let both sides act, networks with the same random numbers and from the same state."""
+        random = random_state()
+        with untouched(self._nets[0]) if self._share_modules else contextlib.nullcontext():
+            mine = first()
+        restore_random(random)
+        return mine, second()
+
+    def _add(self, layer: _ComparedLayer, block: SampleBlock) -> None:
+        mine, theirs = layer.pair.reference.label, layer.pair.partner.label
+        one, two = self._sides
+        same = self._are_same(layer.pair, one.inputs(mine), two.inputs(theirs))
+        layer.receive(same)
+        pairs = paired_outputs(one.output(mine), two.output(theirs))
+        if isinstance(pairs, str):
+            layer.fail(pairs, block.ids[0], same)
+        else:
+            figures = map(self._figures, pairs)
+            layer.add(block, list(map(_MeasuredPart, count(), pairs, figures)), same)
+
+    def _are_same(self, pair: Pair, mine: Inputs | None, theirs: Inputs | None) -> bool | None:
+        """Whether all inputs of a layer are equal; None if that is not known."""
+        if mine is None or theirs is None:
+            return None
+        if isinstance(pair.reference, Operation):
+            # Numbers are a part of the operation, and arguments have no names.
+            mine, theirs = (Inputs(tuple(tensors(one)), {}) for one in (mine, theirs))
+            pairs = paired_inputs(mine, theirs, None, None)
+        else:
+            pairs = paired_inputs(mine, theirs, pair.reference.module, pair.partner.module)
+        return pairs is not None and all(
+            one.is_of_one_shape and not self._figures(one).num_different for one in pairs
+        )
+
+    def _figures(self, pair: PartPair) -> Figures:
+        """Measure two parts, once: one layer's output is often another one's input or output."""
+        own, other = pair
+        if not isinstance(own, Tensor):
+            return measure_values(own, other, self._tolerance)
+        known = self._known.get((id(own), id(other)))
+        if known is not None and known[0]() is own and known[1]() is other:
+            return known[2]
+        figures = measure(own, other, self._tolerance)
+        self._known[id(own), id(other)] = weakref.ref(own), weakref.ref(other), figures
+        return figures
+
+    def _find_operations(self, block: SampleBlock, states: Sequence[NetState]) -> None:
         """Run a block again, from the same state, if it has shown an earlier first difference."""
-        nets = {id(side.net): side.net for side in self._sides}
-        states = [NetState(reached([net]), only_buffers=is_sharded(net)) for net in nets.values()]
-        before = self._comparison.first
-        yield
-        first = self._comparison.first
-        pair = None if first is None or first is before else self._comparison.pair_of(first)
+        first, pair = self._first, None
+        if first is not None and first is not self._examined:
+            pair = next(one.pair for one in self._layers if one.pair.reference is first.layer)
+        self._examined = first
         if pair and isinstance(pair.reference, Operation) and isinstance(pair.partner, Operation):
-            self.found, pair = OperationPair(pair.reference, pair.partner), None
-        is_wanted = self._is_wanted(pair is not None)
-        if first is None or pair is None or not is_wanted:
+            self._operations, pair = OperationPair(pair.reference, pair.partner), None
+        runs_again = self._all_run_again(pair is not None)
+        if first is None or pair is None or not runs_again:
             return
         for state in states:
             state.put_back()
-        one, two = self._sides
-        random = random_state()
-        with _apart(one, two)():
-            own = one.trace(block, pair.reference)
-        restore_random(random)
-        other = two.trace(block, pair.partner)
-        self.found = first_operations(
-            own, other, self._tolerance, received_same=first.inputs_equal is True
+        one, two = self._networks
+        codes = self._in_turn(
+            partial(one.trace, block, pair.reference), partial(two.trace, block, pair.partner)
+        )
+        self._operations = first_operations(
+            *codes, self._tolerance, received_same=first.inputs_equal is True
         )
 
-    def _is_wanted(self, here: bool) -> bool:
+    def _all_run_again(self, here: bool) -> bool:
         """Whether to run the networks again: all processes that run them in step do, or none."""
-        processes = [InStep(side.net) for side in self._sides]
+        processes = [InStep(side.net) for side in self._networks]
         if all(some.all(not here) for some in processes):
             return False
         if not all(some.all(here) for some in processes):
@@ -298,91 +507,3 @@ class _OperationSearch:
                 "operations=True out"
             )
         return True
-
-
-def _apart(one: Side, two: Side) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return blocks that undo the first network's changes, if the second shares its modules."""
-    if (
-        isinstance(one, NetworkSide)
-        and isinstance(two, NetworkSide)
-        and not set(one.net.modules()).isdisjoint(two.net.modules())
-    ):
-        return partial(untouched, one.net)
-    return contextlib.nullcontext
-
-
-def _blocks(one: Side, two: Side, feed: Feed, rows: Rows | None) -> Iterator[SampleBlock]:
-    """Yield the samples to compare, part by part."""
-    if isinstance(one, NetworkSide):
-        return _batches(one, two if isinstance(two, RecordingSide) else None, feed, rows)
-    return _batches(two, one, feed, rows) if isinstance(two, NetworkSide) else _parts(one, two)
-
-
-def _batches(
-    net: NetworkSide, recording: RecordingSide | None, feed: Feed, rows: Rows | None
-) -> Iterator[SampleBlock]:
-    """Yield the batches, and check that a recording has just their samples."""
-    block, missing, has_rows = None, list[SampleId](), dict[str, bool]()
-    for batch, _ in feed:
-        if feed.number == 0 and feed.asked.to_inputs is None:
-            advise_second_element(net.net, batch)
-        block = _block(net, batch, feed, rows, has_rows)
-        feed.num_samples += len(block.ids)
-        if recording is not None:
-            missing += recording.missing(block.ids)
-        if not missing:
-            yield block
-    if block is None:
-        raise ComparisonError(
-            "batches is empty: there are no batches, but a network needs some to run on: write "
-            "compare(reference, candidate, batches)"
-        )
-    if recording is not None:
-        refuse_missing(missing, f"the {recording.what}", "the batches have")
-        if feed.asked.max_batches is None:
-            refuse_missing(recording.unseen(), "the batches", f"the {recording.what} has")
-
-
-def _block(
-    net: NetworkSide, batch: Any, feed: Feed, rows: Rows | None, has_rows: dict[str, bool]
-) -> SampleBlock:
-    """Return the samples of a batch."""
-    inputs, root = net.feed.inputs(batch), net.architecture[0, 1]
-    shapes = root.input_shape
-    if rows is None:
-        if feed.number == 0 and feed.asked.sample_ids is None:
-            source = Source(net.net, batch, inputs.named(net.net), 0, root, shapes)
-            refuse_sample(source.shapes_at_labelling(), inputs)
-        ids, _ = feed.ids(batch, inputs)
-        return SampleBlock(ids, batch, net.feed, inputs, feed.number)
-    source = Source(net.net, batch, inputs.named(net.net), feed.number, root, shapes, has_rows)
-    found = rows.of(source)
-    ids, _ = feed.ids(batch, inputs, found.num_samples)
-    lengths = torch.bincount(found.columns["sample"], minlength=len(ids)).tolist()
-    positions = torch.split(found.columns["position"], lengths)
-    received = rows.all_real(source, found)
-    return SampleBlock(ids, batch, net.feed, inputs, feed.number, found, received, positions)
-
-
-def _parts(one: RecordingSide, two: RecordingSide) -> Iterator[SampleBlock]:
-    """Yield the samples of recordings, in parts of bounded size or in the reference's batches."""
-    ids = one.recording.sample_ids
-    refuse_missing(two.missing(ids), "the candidate", "the reference has")
-    alone = one.missing(two.recording.sample_ids)
-    refuse_missing(alone, "the reference", "the candidate has")
-    start = 0
-    for length in _lengths(one.recording, two.recording):
-        yield SampleBlock(ids[start : start + length])
-        start += length
-
-
-def _lengths(one: Recording, two: Recording) -> Iterable[int]:
-    """Return the number of samples of each part."""
-    if one.calls.labels and two.calls.labels:
-        # Inputs are kept batch by batch.
-        return one.calls.rows
-    layers = [recording[label] for recording in (one, two) for label in recording.stored]
-    largest = max(map(bytes_of_row, layers), default=8)
-    per_sample = largest * max(1, one.num_rows) / max(1, one.num_samples)
-    step = max(1, int(_BLOCK_BYTES // max(1, per_sample)))
-    return (min(step, one.num_samples - at) for at in range(0, one.num_samples, step))

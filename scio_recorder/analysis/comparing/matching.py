@@ -55,12 +55,12 @@ def match_sides(
     """
     own, other = reference.architecture, candidate.architecture
     globs = _checked(match)
-    calls = {name: _calls_of_partner(name, globs, other) for name in own.names}
+    partners = {name: other.labels_of(_partner(name, globs, other)) for name in own.names}
     pairs, alone, split = list[Pair](), list[str](), list[str]()
     for label in own.in_order(reference.recorded or reference.labels):
         layer = own[label]
         around = layer.layer if isinstance(layer, Operation) else layer
-        pair = _pair(around, own.labels_of(around.name), calls[around.name])
+        pair = _pair(around, own.labels_of(around.name), partners[around.name], other)
         if isinstance(layer, Operation) and pair is not None:
             pair = _inside(layer, pair, other)
         if pair is None or not (pair.error or candidate.has(pair.partner.label)):
@@ -70,7 +70,7 @@ def match_sides(
         else:
             pairs.append(pair)
     # Layers by the names of their modules, and operations by their own.
-    matched = {row.label for rows in calls.values() for row in rows}
+    matched = {label for labels in partners.values() for label in labels}
     paired = {pair.partner.name for pair in pairs}
     rest = other.in_order(label for label in candidate.labels if label not in matched)
     mine = _distinct(alone + split)
@@ -107,20 +107,22 @@ def _checked(match: Mapping[str, str] | None) -> dict[str, str]:
     return dict(sorted(items, key=lambda item: -len(_SIGN.sub("", item[0]))))
 
 
-def _calls_of_partner(name: str, globs: Mapping[str, str], other: Architecture) -> list[Layer]:
-    """Return the calls of the first possible partner of a name that ran; a name is its own last."""
-    found = [_partner(glob, partner, name) for glob, partner in globs.items()]
-    calls = (other.labels_of(one) for one in (*found, name) if one is not None)
-    return [other[label] for label in next(filter(None, calls), ())]
+def _partner(name: str, globs: Mapping[str, str], other: Architecture) -> str:
+    """Return the first possible partner of a name that ran; a name is its own last."""
+    for glob, partner in globs.items():
+        found = _translated(name, glob, partner)
+        if found is not None and other.labels_of(found):
+            return found
+    return name
 
 
-def _partner(glob: str, other: str, name: str) -> str | None:
+def _translated(name: str, glob: str, partner: str) -> str | None:
     """Return the name that a glob's partner stands for, if the glob matches a name."""
     found = _pattern(glob).fullmatch(name)
     if found is None:
         return None
     texts = iter(found.groups())
-    return _SIGN.sub(lambda _: next(texts), other)
+    return _SIGN.sub(lambda _: next(texts), partner)
 
 
 @cache
@@ -130,11 +132,13 @@ def _pattern(glob: str) -> re.Pattern[str]:
     return re.compile("".join(signs.get(part, re.escape(part)) for part in parts), re.DOTALL)
 
 
-def _pair(layer: Layer, own: Sequence[RowIdx], theirs: Sequence[Layer]) -> Pair | None:
+def _pair(
+    layer: Layer, own: Sequence[RowIdx], theirs: Sequence[RowIdx], other: Architecture
+) -> Pair | None:
     """Pair one of the calls of a module with one of its partner's, by their order."""
     if not theirs:
         return None
-    partner = theirs[min(own.index(layer.label), len(theirs) - 1)]
+    partner = other[theirs[min(own.index(layer.label), len(theirs) - 1)]]
     if len(own) == len(theirs):
         return Pair(layer, partner)
     times = [counted(len(calls), "time") for calls in (own, theirs)]
@@ -174,7 +178,7 @@ def _refuse_strangers(
 def _refuse_unknown(globs: Mapping[str, str], own: Architecture, other: Architecture) -> None:
     """Refuse an entry that matches no name on a side: it is probably a typing error."""
     for glob, partner in globs.items():
-        found = {_partner(glob, partner, name) for name in own.names} - {None}
+        found = {_translated(name, glob, partner) for name in own.names} - {None}
         if not found:
             name, side, architecture = glob, "reference", own
         elif found.isdisjoint(other.names):

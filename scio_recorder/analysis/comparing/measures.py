@@ -268,10 +268,10 @@ class Figures:
         self.product += other.product
 
 
-def unknown(num_elements: int, num_different: int) -> Figures:
-    """Return figures whose counts alone are known."""
-    nan = math.nan
-    return Figures(num_elements, num_different, nan, nan, nan, nan, nan, nan)
+def unknown(figures: Figures) -> Figures:
+    """Return figures of which the counts alone are known."""
+    counts, nan = (figures.num_elements, figures.num_different), math.nan
+    return Figures(*counts, nan, nan, nan, nan, nan, nan)
 
 
 def measure(reference: Tensor, candidate: Tensor, tolerance: Tolerance) -> Figures:
@@ -339,7 +339,8 @@ def dense(tensor: Tensor) -> Tensor:
 def _measure_piece(own: Tensor, other: Tensor, tolerance: Tolerance) -> Figures:
     """Measure a piece, see NOTE [What is equal]."""
     is_complex = own.is_complex() or other.is_complex()
-    one, two = (x.to(torch.complex128 if is_complex else torch.float64) for x in (own, other))
+    wide = torch.complex128 if is_complex else torch.float64
+    one, two = own.to(wide), other.to(wide)
     squares = _product(one, one)
     is_one_dtype = own.dtype is other.dtype
     if is_one_dtype and math.isfinite(squares) and torch.equal(_bits(own), _bits(other)):

@@ -244,8 +244,8 @@ _Inputs: TypeAlias = tuple[Given | None, Given | None]
 class OperationPair(NamedTuple):
     """An operation of each code, or why there is none."""
 
-    own: Operation | None
-    other: Operation | None
+    own: Operation | None = None
+    other: Operation | None = None
     why_none: str = ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -24,17 +24,20 @@ from scio_recorder.layer import Layer, RowIdx, counted, few
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import refuse_unkeepable
 from scio_recorder.recording import Recording
-from scio_recorder.recording.advice import raise_for_batch
+from scio_recorder.recording.advice import advise_second_element, raise_for_batch, refuse_sample
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.made_with import made_with
-from scio_recorder.recording.rows import BatchRows
+from scio_recorder.recording.rows import BatchRows, Rows, Source
 from scio_recorder.reductions import Digest
 from scio_recorder.reductions.base import several
+from scio_recorder.stores.disk_tensor import bytes_of_row
 from scio_recorder.tensors.copies import Copies, gathered, is_plain, twin
 from scio_recorder.tensors.digests import sample_digests
 from scio_recorder.tensors.structures import map_tensors, taken_apart
 
 _SHOWN, _MOST_POSITIONS = 5, 15
+# The bytes of a layer that are read at once from each recording.
+_BLOCK_BYTES = 1 << 26
 
 
 @dataclass
@@ -107,6 +110,8 @@ class NetworkSide:
 
     # All outputs of a network can be compared.
     digests: Collection[RowIdx] = ()
+    # The layers of which digests are compared.
+    digested: Collection[RowIdx] = ()
     left_out: tuple[str, ...] = ()
 
     def __init__(self, capture: Capture, compiled: Callable[..., Any] | None, feed: Feed) -> None:
@@ -117,15 +122,13 @@ class NetworkSide:
         # The layers that its recorder records, and whether that counts calls.
         self.recorded = capture.program.recording
         self.calls = capture.program.options.calls
+        self.compiled = compiled
         # Whether inputs of layers are known: not those of compiled code.
         self.knows_inputs = compiled is None
-        self.is_compiled = compiled is not None
         # All layers that ran; for a compiled recorder, those that it records.
         ran = [row.label for row in self.architecture.values() if row.executed]
         self.labels = tuple(ran) if compiled is None else self.recorded
         self._capture = capture
-        self._compiled = compiled
-        self._keeps_digests = False
         # As a sink of the capture: what takes the output of each layer.
         self.receivers: dict[RowIdx, Callable[[Any], None]] = {}
         self._block = SampleBlock(())
@@ -140,16 +143,10 @@ class NetworkSide:
         return label in self.labels or label in self.architecture.operations
 
     def open(
-        self,
-        stack: contextlib.ExitStack,
-        labels: Iterable[RowIdx],
-        options: RecordOptions,
-        *,
-        keeps_digests: bool,
+        self, stack: contextlib.ExitStack, labels: Iterable[RowIdx], options: RecordOptions
     ) -> None:
-        """Record some layers, or only digests of them, until a stack ends."""
-        self._keeps_digests = keeps_digests
-        if self._compiled is None:
+        """Record some layers until a stack ends."""
+        if self.compiled is None:
             chosen = tuple(sorted(set(labels)))
             self._capture = Capture(self.net, self.architecture, chosen, options)
             stack.callback(self._capture.remove)
@@ -169,8 +166,8 @@ class NetworkSide:
         self._copies = Copies()
 
     def _load(self, args: Any, kwargs: Any) -> None:
-        if self._compiled is not None:
-            self._capture.hand_on_compiled(partial(self._compiled, *args, **kwargs), self)
+        if self.compiled is not None:
+            self._capture.hand_on_compiled(partial(self.compiled, *args, **kwargs), self)
         else:
             self._capture.run(self.net, args, kwargs, records_outputs=False, sink=self)
 
@@ -178,6 +175,7 @@ class NetworkSide:
         """Let a function run the network on a batch."""
         given = block.inputs
         if given is None or block.feed is not self.feed:
+            self.feed.number = block.number
             given = self.feed.inputs(block.batch)
         # Networks write into tensors, and fill caches.
         args, kwargs = map_tensors(twin, (given.args, given.kwargs))
@@ -194,29 +192,29 @@ class NetworkSide:
             self._run(block, lambda args, kwargs: self.net(*args, **kwargs))
         return steps
 
-    def output(self, label: RowIdx, as_digests: bool) -> Any:
+    def output(self, label: RowIdx) -> Any:
         """Return a layer's output, or digests of it."""
-        if self._keeps_digests:
-            return self._outputs[label]
-        value = _chosen(self._outputs[label], self._block.rows)
-        return digests_of(value) if as_digests else value
+        return self._outputs[label]
 
     def inputs(self, label: RowIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known."""
-        inputs: Inputs | None = _chosen(self._inputs.get(label), self._block.received)
-        return inputs
+        return self._inputs.get(label)
 
     def _receive(self, label: RowIdx, value: Any) -> None:
         """Copy an output at the hook, or take digests of it."""
-        refuse_unkeepable(self.architecture[label], taken_apart(value), self._searched)
-        if self._keeps_digests:
-            self._outputs[label] = digests_of(_chosen(value, self._block.rows))
+        apart = taken_apart(value)
+        refuse_unkeepable(self.architecture[label], apart, self._searched)
+        rows = self._block.rows
+        if label in self.digested:
+            kept = [_digests_of(_chosen(leaf, rows)) for leaf in apart.leaves]
         else:
-            self._outputs[label] = map_tensors(self._copies.of, value)
+            kept = [_chosen(self._copies.of(leaf), rows) for leaf in apart.leaves]
+        self._outputs[label] = apart.rebuild(kept)
 
     def keep_inputs(self, row: Layer, inputs: Inputs) -> Inputs:
         """Copy what a module's forward, or a function, is about to receive."""
-        kept: Inputs = map_tensors(self._copies.of, inputs)
+        rows = self._block.received
+        kept: Inputs = map_tensors(lambda leaf: _chosen(self._copies.of(leaf), rows), inputs)
         return kept
 
     def receive_inputs(self, label: RowIdx, kept: Inputs) -> None:
@@ -224,15 +222,11 @@ class NetworkSide:
         self._inputs[label] = kept
 
 
-def _chosen(value: Any, rows: BatchRows | None) -> Any:
-    """Return the chosen rows of each tensor that has rows: padding is not compared."""
-    if rows is None:
-        return value
-    number = len(rows.shape)
-    return map_tensors(
-        lambda leaf: rows.choose(leaf) if tuple(leaf.shape[:number]) == rows.shape else leaf,
-        value,
-    )
+def _chosen(tensor: Tensor, rows: BatchRows | None) -> Tensor:
+    """Return the chosen rows of a tensor that has rows: padding is not compared."""
+    if rows is None or tuple(tensor.shape[: len(rows.shape)]) != rows.shape:
+        return tensor
+    return rows.choose(tensor)
 
 
 class RecordingSide:
@@ -247,6 +241,7 @@ class RecordingSide:
     """
 
     recorded: tuple[RowIdx, ...] = ()
+    digested: Collection[RowIdx] = ()
 
     def __init__(self, recording: Recording, what: str) -> None:
         self.recording = recording
@@ -258,7 +253,7 @@ class RecordingSide:
         # The places of the current samples, and of their rows.
         self._samples: list[int] = []
         self._rows: slice | list[int] = []
-        digests = [(label, _digests_of(recording, label)) for label in recording.reductions]
+        digests = [(label, _kept_digests(recording, label)) for label in recording.reductions]
         self.digests = {label: found for label, found in digests if found is not None}
         self.labels = (*recording.stored, *self.digests)
         # Layers without values by sample: reduced layers, and digests of others.
@@ -286,12 +281,12 @@ class RecordingSide:
             block.positions = block.positions or found
             self._check_positions(block.ids, found, block.positions)
 
-    def output(self, label: RowIdx, as_digests: bool) -> Any:
+    def output(self, label: RowIdx) -> Any:
         """Return a layer's output, or digests of it."""
         if label in self.digests:
             return self.digests[label][self._rows]
         value = self.recording[label][self._rows]
-        return digests_of(value) if as_digests else value
+        return _digests_of(value) if label in self.digested else value
 
     def inputs(self, label: RowIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known, as for parts of batches."""
@@ -350,11 +345,11 @@ class RecordingSide:
 Side: TypeAlias = NetworkSide | RecordingSide
 
 
-def digests_of(value: Any) -> Any:
+def _digests_of(tensor: Tensor) -> Tensor:
     """Return a digest for each sample; others refuse outputs without samples."""
-    if not isinstance(value, Tensor) or not value.ndim:
-        return value
-    return sample_digests(value if is_plain(value) else dense(gathered(value)))
+    if not tensor.ndim:
+        return tensor
+    return sample_digests(tensor if is_plain(tensor) else dense(gathered(tensor)))
 
 
 def refuse_missing(keys: Sequence[object], where: str, who: str) -> None:
@@ -368,7 +363,7 @@ def refuse_missing(keys: Sequence[object], where: str, who: str) -> None:
         )
 
 
-def _digests_of(recording: Recording, label: RowIdx) -> Tensor | None:
+def _kept_digests(recording: Recording, label: RowIdx) -> Tensor | None:
     """Return a layer's digests, if it has one for each row."""
     reductions, values = several(recording.reductions[label]), several(recording[label])
     for one, found in zip(reductions, values, strict=False):
@@ -377,3 +372,94 @@ def _digests_of(recording: Recording, label: RowIdx) -> Tensor | None:
         if isinstance(one, Digest) and one.keeps_rows and len(found) == recording.num_rows:
             return cast("Tensor", found)
     return None
+
+
+# -- the samples that are compared together --------------------------------------------------------
+
+
+def sample_blocks(one: Side, two: Side, feed: Feed, rows: Rows | None) -> Iterator[SampleBlock]:
+    """Yield the samples to compare, part by part: batches if a network runs on them.
+
+    Parameters
+    ----------
+    one, two : Side
+        The reference and the candidate.
+    feed : Feed
+        The batches.
+    rows : Rows or None
+        What a row is, if networks run and it is not a sample.
+    """
+    networks = [side for side in (one, two) if isinstance(side, NetworkSide)]
+    recordings = [side for side in (one, two) if isinstance(side, RecordingSide)]
+    if networks:
+        return _batches(networks[0], recordings, feed, rows)
+    return _parts(*recordings)
+
+
+def _batches(
+    net: NetworkSide, recordings: Sequence[RecordingSide], feed: Feed, rows: Rows | None
+) -> Iterator[SampleBlock]:
+    """Yield the batches, and check that a recording has just their samples."""
+    block, missing, has_rows = None, list[SampleId](), dict[str, bool]()
+    for batch, _ in feed:
+        if feed.number == 0 and feed.asked.to_inputs is None:
+            advise_second_element(net.net, batch)
+        block = _block(net, batch, feed, rows, has_rows)
+        feed.num_samples += len(block.ids)
+        missing += [one for side in recordings for one in side.missing(block.ids)]
+        if not missing:
+            yield block
+    if block is None:
+        raise ComparisonError(
+            "batches is empty: there are no batches, but a network needs some to run on: write "
+            "compare(reference, candidate, batches)"
+        )
+    for side in recordings:
+        refuse_missing(missing, f"the {side.what}", "the batches have")
+        if feed.asked.max_batches is None:
+            refuse_missing(side.unseen(), "the batches", f"the {side.what} has")
+
+
+def _block(
+    net: NetworkSide, batch: Any, feed: Feed, rows: Rows | None, has_rows: dict[str, bool]
+) -> SampleBlock:
+    """Return the samples of a batch."""
+    inputs, root = net.feed.inputs(batch), net.architecture[0, 1]
+    shapes = root.input_shape
+    if rows is None:
+        if feed.number == 0 and feed.asked.sample_ids is None:
+            source = Source(net.net, batch, inputs.named(net.net), 0, root, shapes)
+            refuse_sample(source.shapes_at_labelling(), inputs)
+        ids, _ = feed.ids(batch, inputs)
+        return SampleBlock(ids, batch, net.feed, inputs, feed.number)
+    source = Source(net.net, batch, inputs.named(net.net), feed.number, root, shapes, has_rows)
+    found = rows.of(source)
+    ids, _ = feed.ids(batch, inputs, found.num_samples)
+    lengths = torch.bincount(found.columns["sample"], minlength=len(ids)).tolist()
+    positions = torch.split(found.columns["position"], lengths)
+    received = rows.all_real(source, found)
+    return SampleBlock(ids, batch, net.feed, inputs, feed.number, found, received, positions)
+
+
+def _parts(one: RecordingSide, two: RecordingSide) -> Iterator[SampleBlock]:
+    """Yield the samples of recordings, in parts of bounded size or in the reference's batches."""
+    ids = one.recording.sample_ids
+    refuse_missing(two.missing(ids), "the candidate", "the reference has")
+    alone = one.missing(two.recording.sample_ids)
+    refuse_missing(alone, "the reference", "the candidate has")
+    start = 0
+    for length in _lengths(one.recording, two.recording):
+        yield SampleBlock(ids[start : start + length])
+        start += length
+
+
+def _lengths(one: Recording, two: Recording) -> Iterable[int]:
+    """Return the number of samples of each part."""
+    if one.calls.labels and two.calls.labels:
+        # Inputs are kept batch by batch.
+        return one.calls.rows
+    layers = [recording[label] for recording in (one, two) for label in recording.stored]
+    largest = max(map(bytes_of_row, layers), default=8)
+    per_sample = largest * max(1, one.num_rows) / max(1, one.num_samples)
+    step = max(1, int(_BLOCK_BYTES // max(1, per_sample)))
+    return (min(step, one.num_samples - at) for at in range(0, one.num_samples, step))

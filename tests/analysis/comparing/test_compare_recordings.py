@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import scio_recorder
 from scio_recorder import Recorder, Recording, Tokens, compare
 from scio_recorder.analysis.comparing import compare as door
+from scio_recorder.analysis.comparing import sides
 from scio_recorder.analysis.comparing.difference import Difference
 from scio_recorder.errors import CollectError, ComparisonError
 from scio_recorder.reductions import Digest, Mean
@@ -155,7 +156,7 @@ def test_the_first_sample_is_in_the_order_of_the_reference(tmp_path: Path) -> No
 
 
 def test_large_recordings_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_BLOCK_BYTES", 2 * 8 * 4)
+    monkeypatch.setattr(sides, "_BLOCK_BYTES", 2 * 8 * 4)
     lengths = []
     add = door.Comparison.add
 
