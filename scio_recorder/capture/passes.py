@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -29,7 +30,7 @@ from scio_recorder.errors import FlowError
 from scio_recorder.layer import RowIdx, few
 from scio_recorder.nets.attention_calls import AttentionRecords
 from scio_recorder.nets.calling_names import calling_name
-from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
+from scio_recorder.nets.records import Entry, Inputs, Recorded, Records, entries_of
 from scio_recorder.nets.refusals import cast_for, refuse_unkeepable
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import Assigned
@@ -303,8 +304,8 @@ class Pass:
                 self._check_counts(modules)
             self._positions, is_as_labelled = self._positions_of(modules), False
         if self.is_bare and is_as_labelled and program.counts_calls and self._keeps_outputs:
-            columns = log[1::3], log[2::3]
-            return Ended(Records.of_tensors(program.architecture, program.order, *columns))
+            made_when_read = partial(entries_of, program.order, log[1::3], log[2::3])
+            return Ended(Records(program.architecture, made_when_read))
         hold = holder()
         calls = zip(self._positions, log[1::3], log[2::3], strict=True)
         kept = [call for call in calls if call[1] is not NOTHING]

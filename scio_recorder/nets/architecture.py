@@ -236,22 +236,19 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         >>> label_net(nn.Sequential(nn.ReLU()), input_size=(1, 4))[1].resolve("0")
         (1, 1)
         """
-        label = label_of(key)
         if self.means_operation(key):
             return self._resolve_operation(key)
-        if isinstance(key, str):
-            if label is not None and label in self._rows:
-                return label
-            return self._resolve_name(key, label)
+        label = label_of(key)
+        if label is not None and label in self._rows:
+            return label
+        name = key
         if isinstance(key, nn.Module):
             name = next((row.name for row in self.values() if row.module is key), None)
-            if name is not None:
-                return self._resolve_name(name, None)
-        if label is None:
-            raise LayerNotFoundError(_not_a_key(key, self._names))
-        if label not in self._rows:
+        if isinstance(name, str) and name in self._names:
+            return self._resolve_name(name)
+        if label is not None:
             raise LayerNotFoundError(no_such_label(label, self))
-        return label
+        raise LayerNotFoundError(_not_a_key(key, self._names))
 
     def means_operation(self, key: object) -> bool:
         """Whether a key or a selector is one of operations: it has a slash, or four parts.
@@ -503,11 +500,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
     def _outline(self) -> Outline:
         return outline("Architecture", list(self.values()), None)
 
-    def _resolve_name(self, name: str, label: DepthIdx | None) -> DepthIdx:
-        if name not in self._names:
-            if label is not None:
-                raise LayerNotFoundError(no_such_label(label, self))
-            raise LayerNotFoundError(no_such_name(name, self._names))
+    def _resolve_name(self, name: str) -> DepthIdx:
         labels = self.labels_of(name) or self.rows_of(name)
         if not labels:
             raise LayerNotFoundError(
@@ -523,6 +516,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
 
 
 def _not_a_key(key: object, names: Collection[str]) -> str:
+    if isinstance(key, str):
+        return no_such_name(key, names)
     if isinstance(key, Layer):
         return not_its_label(key)
     if isinstance(key, nn.Module):

@@ -288,6 +288,15 @@ def copied(value: Any, events: Sequence[Any] = ()) -> Recorded:
 # A pass's record of a layer. Each knows whether it `is_intact`; `peek` looks at it, and `read`
 # hands it out.
 Entry: TypeAlias = HeldTensor | Recorded
+Entries: TypeAlias = Mapping[RowIdx, Entry]
+
+
+def entries_of(
+    labels: Sequence[RowIdx], tensors: Sequence[Tensor], versions: Sequence[int]
+) -> Entries:
+    """Return the entries of layers that each returned a tensor, with its version at the call."""
+    rows, hold = zip(labels, tensors, versions, strict=True), holder()
+    return {label: hold(tensor, version) for label, tensor, version in rows}
 
 
 class Records(LayerMapping[Any]):
@@ -302,41 +311,21 @@ class Records(LayerMapping[Any]):
     def __init__(
         self,
         architecture: Architecture,
-        entries: Mapping[RowIdx, Entry] | None = None,
+        entries: Entries | Callable[[], Entries] = dict,
         what: str = "activation",
     ) -> None:
         self._architecture = architecture
         self._what = what
         # Called with a layer whose record was only a reference and turned out to be overwritten.
         self.copy_from_now_on: Callable[[RowIdx], None] | None = None
-        self._entries: Mapping[RowIdx, Entry] | None = {} if entries is None else entries
-        self._columns: tuple[Any, Any, Any] = ((), (), ())
-
-    @classmethod
-    def of_tensors(
-        cls,
-        architecture: Architecture,
-        labels: Sequence[RowIdx],
-        tensors: Sequence[Tensor],
-        versions: Sequence[int],
-    ) -> Records:
-        """Return the records of layers that each returned a tensor, with its version at the call.
-
-        Most passes are never read, or only few layers are: columns become entries at the first
-        look.
-        """
-        records = cls(architecture)
-        records._entries, records._columns = None, (labels, tensors, versions)
-        return records
+        # Most passes are never read: a function makes the entries at the first look.
+        self._entries = entries
 
     @property
-    def _values(self) -> Mapping[RowIdx, Entry]:  # type: ignore[override]  # a plain attribute
+    def _values(self) -> Entries:  # type: ignore[override]  # a plain attribute
         with _BUILDING:
-            if self._entries is None:
-                hold = holder()
-                rows = zip(*self._columns, strict=True)
-                self._entries = {label: hold(tensor, version) for label, tensor, version in rows}
-                self._columns = ((), (), ())
+            if callable(self._entries):
+                self._entries = self._entries()
         return self._entries
 
     def peek(self, label: RowIdx) -> Any:
