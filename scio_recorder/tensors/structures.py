@@ -18,7 +18,6 @@ from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
-    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -314,33 +313,19 @@ class _Copy:
             if kind in (tuple, set, frozenset) or hasattr(kind, "n_sequence_fields"):
                 return kind(parts)
             return self._with_attributes(tuple.__new__(kind, parts), value, is_inside)
-        # An object that can hold itself takes its place before it is filled.
-        if kind is MappingProxyType:
-            behind: dict[Any, Any] = {}
-            new: Any = self._started(value, MappingProxyType(behind))
-            behind.update((key, self.of(item, is_inside)) for key, item in value.items())
-            self.shared += [Shared(value, key) for key in behind]
-            return new
         if isinstance(value, np.ndarray):
-            return self._array(value, is_inside)
+            # The collector does not see what an array of objects holds.
+            self.shared.append(Shared(value, value.tolist()))
+            return value.copy()
         if kind in _VIEWS:
             base, name = _VIEWS[kind]
-            return getattr(base(self.of(value.mapping, is_inside)), name)()
+            return getattr(self.of(base(value.mapping), is_inside), name)()
         if kind is deque:
+            # It can hold itself, so it takes its place before it is filled.
             new = self._started(value, deque(maxlen=value.maxlen))
             new.extend(self.of(item, is_inside) for item in value)
             return new
         return self._object(value, is_inside)
-
-    def _array(self, value: Any, is_inside: bool) -> Any:
-        """Return the copy of an array of objects; one with fields or of a single object shares."""
-        new = self._started(value, value.copy())
-        if value.dtype == object and value.ndim:
-            for place in np.ndindex(value.shape):
-                new[place] = self.of(value[place], is_inside)
-        else:
-            self.shared.append(Shared(value, value.tolist()))
-        return new
 
     def _started(self, old: Any, new: Any) -> Any:
         self._made[id(old)] = old, new

@@ -7,7 +7,7 @@ from collections import deque
 from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import dataclass
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -93,7 +93,6 @@ def batch_feature(tensor: Tensor) -> Any:
 STRUCTURES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "deque": (lambda tensor: deque([tensor]), lambda held: held[0]),
     "set": (lambda tensor: {tensor}, lambda held: next(iter(held))),
-    "mapping proxy": (lambda tensor: MappingProxyType({"a": tensor}), lambda held: held["a"]),
     "object with a state": (Stateful, lambda held: held.a),
     "BatchFeature": (batch_feature, lambda held: held["a"]),
     "dict of deque": (lambda tensor: {"a": deque([tensor])}, lambda held: held["a"][0]),
