@@ -245,8 +245,8 @@ class AroundPlain(Around):
         raise NotImplementedError
 
     def run_traced(self, args: Any, kwargs: Any) -> Any:
-        """Stand for a call of the module that dynamo follows."""
-        return self.run(args, kwargs)
+        """Stand for a call of the module that dynamo follows: by default, only call it."""
+        return self.call(args, kwargs)
 
 
 def wrappers(module: nn.Module) -> Iterator[Around]:

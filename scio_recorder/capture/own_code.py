@@ -139,10 +139,6 @@ class AroundCode(AroundPlain):
             private.set_function_modes(now)
             local.own_code = outer
 
-    def run_traced(self, args: Any, kwargs: Any) -> Any:
-        """Call the module: in compiled code operations are not seen."""
-        return self.call(args, kwargs)
-
 
 class AroundOwnCode(AroundCode):
     """Stands around the calls of a module whose own code is recorded, or that such code may call.

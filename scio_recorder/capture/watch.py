@@ -227,6 +227,9 @@ class AroundCalls(AroundPlain):
         # That of another recorder's block, or the network itself.
         return self._run(self._inside, args, kwargs)
 
+    # A call that dynamo follows is refused, too.
+    run_traced = run
+
     def _inside(self, *args: Any, **kwargs: Any) -> Any:
         # Looked up late: a pass puts the recorder's own functions inside before it calls.
         return self.call(args, kwargs)

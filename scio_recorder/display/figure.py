@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# A value is saturated if it lies within this share of the range from a bound, and a unit if this
-# share of its values is.
-SATURATION_WIDTH = 0.01
-SATURATION_SHARE = 0.95
-# A unit explodes if its largest absolute value is so many times that of the median unit, and above
-# what functions such as softmax can return. Among fewer units there is no median to speak of.
-EXPLOSION_FACTOR = 20.0
-EXPLOSION_LEAST = 1.0
-EXPLOSION_UNITS = 8
-# None of the units is an exception if a larger share of them is as large.
-EXPLOSION_SHARE = 0.25
 # Lower and upper bound at which the slope vanishes, by the type of the layer. The zeros of ReLU6
 # are sparsity, and the bounds of Hardtanh are arguments, which the type does not show.
 SATURATION_BOUNDS: dict[str, tuple[float | None, float | None]] = {

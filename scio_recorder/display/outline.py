@@ -79,13 +79,24 @@ def outline(
     'Architecture: 0 layers'
     """
     net = f" {visible(rows[0].type_name)}," if rows else ""
-    count = counted(len(rows), "layer")
     if recorded is None:
-        return Outline(f"{what}:{net} {count}", rows)
+        return Outline(f"{what}:{net} {counted(len(rows), 'layer')}", rows)
     inner = [operations[label] for label in recorded if isinstance(label, OperationIdx)]
-    also = f" and {counted(len(inner), 'operation')}" * bool(inner)
-    title = f"{what}:{net} {len(recorded) - len(inner):,} of {count}{also} recorded"
+    title = f"{what}:{net} {num_recorded(len(rows), recorded)} recorded"
     return Outline(title, with_operations(rows, inner), recorded)
+
+
+def num_recorded(num_layers: int, recorded: Collection[RowIdx]) -> str:
+    """Return how many layers and operations are recorded, as text.
+
+    Examples
+    --------
+    >>> num_recorded(63, [(1, 1), OperationIdx(1, 1, "add", 0)])
+    '1 of 63 layers and 1 operation'
+    """
+    inner = sum(isinstance(label, OperationIdx) for label in recorded)
+    also = f" and {counted(inner, 'operation')}" * bool(inner)
+    return f"{len(recorded) - inner:,} of {counted(num_layers, 'layer')}{also}"
 
 
 def with_operations(rows: Iterable[Layer], operations: Iterable[Operation]) -> list[Layer]:

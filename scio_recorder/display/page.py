@@ -210,12 +210,9 @@ def write_page(path: str | os.PathLike[str], pieces: Iterable[str]) -> Path:
         raise RecordingError(f"{path} is a device, which a page would replace: name a file")
     draft = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}")
     try:
-        # Whether the file can be written is known before the work.
-        draft.touch(exist_ok=False)
-        draft.unlink()
-        page = "".join(pieces)
-        with open(draft, "x", encoding="utf-8", newline="\n") as file:
-            file.write(page)
+        with draft.open("x", encoding="utf-8", newline="\n") as file:
+            # Whether the file can be written is known before this work.
+            file.write("".join(pieces))
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, target)

@@ -91,9 +91,6 @@ def _explosions(summary: LayerSummary) -> list[str]:
 
 
 def _statistics(layers: Sequence[LayerSummary]) -> Iterator[str]:
-    if not layers:
-        yield "<p>No layer was recorded.</p>"
-        return
     # Faults are shown only where there are any.
     columns = [one for one in _columns(layers) if one.alarms or one.name not in ("NaN", "Inf")]
     rows = [one.layer for one in layers]

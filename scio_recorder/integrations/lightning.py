@@ -220,8 +220,8 @@ class GuardCallback(GuardedTraining, Callback):
     ----------
     rnet : Recorder
         A recorder of the network that the LightningModule trains, or of the module itself.
-    gradients, action, kinds, keep_inputs, operations : optional
-        As in ``rnet.guard``.
+    **options
+        The keywords of :meth:`scio_recorder.Recorder.guard`.
 
     Attributes
     ----------

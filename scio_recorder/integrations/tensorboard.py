@@ -88,7 +88,13 @@ def add_activations(
             f"activations are a {type(activations).__name__}, which has no layers: give "
             "rnet.activations, rnet.gradients or a Recording"
         )
-    for label, name in _names(activations.architecture, _with_tensors(activations)).items():
+    labels = list(activations.stored if isinstance(activations, Recording) else activations)
+    if not labels:
+        raise LayerNotFoundError(
+            "there is nothing to write: first record layers and run a pass (for gradients a "
+            "backward pass too), or collect samples and not only reductions"
+        )
+    for label, name in _names(activations.architecture, labels).items():
         value, running = activations[label], RunningStatistics()
         # Of a recording, only this layer is in memory.
         value = value[:] if isinstance(activations, Recording) else value
@@ -99,16 +105,6 @@ def add_activations(
         if histograms and running.num_finite:
             finite = torch.cat([one[one.isfinite()].double() for one in real_tensors(value)])
             writer.add_histogram(f"{tag}/{name}", finite, global_step, walltime=walltime)
-
-
-def _with_tensors(activations: LayerMapping[Any]) -> list[RowIdx]:
-    labels = activations.stored if isinstance(activations, Recording) else activations
-    if not labels:
-        raise LayerNotFoundError(
-            "there is nothing to write: first record layers and run a pass (for gradients a "
-            "backward pass too), or collect samples and not only reductions"
-        )
-    return list(labels)
 
 
 def _names(architecture: Architecture, labels: list[RowIdx]) -> dict[RowIdx, str]:

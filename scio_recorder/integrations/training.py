@@ -23,7 +23,7 @@ from scio_recorder.recording.statistics import (
 from scio_recorder.tensors.arguments import booleans, whole
 
 if TYPE_CHECKING:
-    from scio_recorder.analysis.guarding.guard import Action, Guard
+    from scio_recorder.analysis.guarding.guard import Guard
 
 _NO_CALLS = (
     "LayerStatsMonitor saw no call of the modules that it observes: they did not run "
@@ -132,8 +132,8 @@ class GuardedTraining:
     ----------
     rnet : Recorder
         A recorder.
-    gradients, action, kinds, keep_inputs, operations : optional
-        As in ``rnet.guard``.
+    **options
+        The keywords of :meth:`scio_recorder.Recorder.guard`.
 
     Attributes
     ----------
@@ -146,29 +146,15 @@ class GuardedTraining:
         This is no recorder.
     """
 
-    def __init__(
-        self,
-        rnet: Any,
-        *,
-        gradients: bool = True,
-        action: Action = "raise",
-        kinds: Collection[str] = ("nan", "inf"),
-        keep_inputs: bool = False,
-        operations: bool = False,
-    ) -> None:
+    def __init__(self, rnet: Any, **options: Any) -> None:
         if not callable(getattr(rnet, "guard", None)):
             raise ArgumentError(
                 f"rnet is a {type(rnet).__name__}: write GuardCallback(Recorder(net, ...))"
             )
+        # Refuses keywords that it doesn't know, and does nothing else before its block.
+        rnet.guard(**options)
         self.guard: Guard | None = None
-        self._rnet = rnet
-        self._options: dict[str, Any] = {
-            "gradients": gradients,
-            "action": action,
-            "kinds": kinds,
-            "keep_inputs": keep_inputs,
-            "operations": operations,
-        }
+        self._rnet, self._options = rnet, options
         self._block = ExitStack()
         # Not every trainer tells of an exception, and no block can end while Python itself does.
         weakref.finalize(self, self._block.__exit__, GeneratorExit, GeneratorExit(), None)

@@ -198,8 +198,8 @@ class GuardCallback(GuardedTraining, TrainerCallback):
     ----------
     rnet : Recorder
         A recorder of the trainer's model.
-    gradients, action, kinds, keep_inputs, operations : optional
-        As in ``rnet.guard``.
+    **options
+        The keywords of :meth:`scio_recorder.Recorder.guard`.
 
     Attributes
     ----------

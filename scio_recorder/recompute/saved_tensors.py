@@ -136,9 +136,6 @@ class _AroundLayer(AroundPlain):
         with self._block.hooks(self.module):
             return self.call(args, kwargs)
 
-    def run_traced(self, args: Any, kwargs: Any) -> Any:
-        return self.call(args, kwargs)
-
 
 class _Packer:
     """The hook that packs the tensors saved in one call of a module."""

@@ -234,7 +234,7 @@ def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Rec
 
 def opened(reader: RunReader, given: Mapping[RowIdx, Reductions]) -> Recording:
     """Return the recording of a reader; ``given`` are its reductions, if the caller has them."""
-    header = dict(reader.header)
+    header: dict[str, Any] = dict(reader.header)
     architecture = Architecture.from_dict(header.pop("architecture", None))
     try:
         states = _states(reader)
@@ -246,54 +246,32 @@ def opened(reader: RunReader, given: Mapping[RowIdx, Reductions]) -> Recording:
         return opened(again, given)
     try:
         held = held_by(reader, architecture)
-        errors = _relative_errors(architecture, [_mapping(state, "rounding") for state in states])
-        recipes = _mapping(header, "reductions")
-        reduced = [_mapping(state, "reductions") for state in states]
-        reductions = {
-            architecture.resolve(name): from_recipes(
-                recipes[name],
-                [state[name] for state in reduced],
-                name,
-                given.get(architecture.resolve(name)),
-            )
-            for name in recipes
-            if reduced and all(name in state for state in reduced)
-        }
-    except (LayerNotFoundError, LookupError, TypeError, ValueError) as error:
+        errors = _relative_errors(architecture, states)
+        reductions = {}
+        for name, recipes in header.get("reductions", {}).items() if states else ():
+            label = architecture.resolve(name)
+            own = [state["reductions"][name] for state in states]
+            reductions[label] = from_recipes(recipes, own, name, given.get(label))
+    except (LayerNotFoundError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise RecordingError(f"{reader.path} contradicts itself: {error}") from error
     return Recording(
-        architecture,
-        held,
-        reductions=reductions,
-        relative_errors=errors,
-        settings=header,
+        architecture, held, reductions=reductions, relative_errors=errors, settings=header
     )
 
 
 def _states(reader: RunReader) -> list[Any]:
-    """Return the last state of each rank that has one."""
+    """Return the last state of each rank that has one; `save` writes it at the end."""
     states = map(reader.read_state, range(reader.world_size))
-    return [unpack(state) for state in states if state is not None]
+    return [found for found in (unpack(state) for state in states if state is not None) if found]
 
 
-def _relative_errors(
-    architecture: Architecture, rounding: list[Mapping[str, Any]]
-) -> dict[RowIdx, float]:
-    sums: dict[str, list[float]] = {}
-    for name, (lost, total) in chain.from_iterable(one.items() for one in rounding):
-        own = sums.setdefault(name, [0.0, 0.0])
-        own[0] += lost
-        own[1] += total
-    return {
-        architecture.resolve(name): math.sqrt(lost / total) if total else 0.0
-        for name, (lost, total) in sums.items()
-    }
-
-
-def _mapping(values: Any, key: str) -> Mapping[str, Any]:
-    found = values.get(key, {}) if isinstance(values, dict) else None
-    if not isinstance(found, dict):
-        raise TypeError(f"{key} is not an object")
+def _relative_errors(architecture: Architecture, states: list[Any]) -> dict[RowIdx, float]:
+    """Return the norm of rounding errors over that of all values, of all ranks, by layer."""
+    found = {}
+    for name in dict.fromkeys(chain.from_iterable(state["rounding"] for state in states)):
+        sums = [state["rounding"].get(name, (0.0, 0.0)) for state in states]
+        lost, total = map(sum, zip(*sums, strict=True))
+        found[architecture.resolve(name)] = math.sqrt(lost / total) if total else 0.0
     return found
 
 

@@ -145,9 +145,7 @@ class Tokens(Rows):
             if callable(self.mask) and mask is not None and mask.ndim == 2:
                 # A net divides sound into frames: a caller who marks the real ones knows their
                 # number.
-                longer = {n for n, shape in found.items() if shape[1] > mask.shape[1]}
-                sounds = {n for n in longer if source.tensors[n].is_floating_point()}
-                found = {n: shape for n, shape in found.items() if n not in sounds}
+                found = {n: shape for n, shape in found.items() if shape[1] <= mask.shape[1]}
         if mask is not None and mask.ndim == 2:
             size: tuple[int, int] = (mask.shape[0], mask.shape[1])
             fitting = {name: shape for name, shape in found.items() if shape == size}

@@ -11,11 +11,11 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from scio_recorder.display.figure import LayerSummary, draw_depth, draw_histograms
-from scio_recorder.display.outline import Listed, Listing, Outline, Outlined, outline
+from scio_recorder.display.outline import Listed, Listing, Outline, Outlined, num_recorded, outline
 from scio_recorder.display.page import check_page, write_page
 from scio_recorder.display.recording_page import recording_page
 from scio_recorder.errors import ArgumentError, needing
-from scio_recorder.layer import OperationIdx, RowIdx, counted
+from scio_recorder.layer import RowIdx, counted
 from scio_recorder.recording.made_with import in_words
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.statistics import summarise
@@ -251,12 +251,8 @@ def _facts(recording: Readable) -> list[tuple[str, str]]:
         facts["Rows"] = f"{recording.num_rows:,}"
     if recording.rows and recording.num_samples:
         facts["Rows of a sample"] = _extent(recording.rows_of_samples().lengths)
-    inner = [label for label in recording if isinstance(label, OperationIdx)]
-    num_layers = len(list(recording)) - len(inner)
-    facts["Layers recorded"] = f"{num_layers:,} of {len(recording.architecture):,}"
-    if inner:
-        facts["Operations recorded"] = f"{len(inner):,}"
     facts |= {
+        "Recorded": num_recorded(len(recording.architecture), tuple(recording)),
         "Layers with values": f"{len(stored):,}, {size}" if stored else "none",
         "Fingerprint of the net": recording.architecture.fingerprint[:12],
     }

@@ -29,6 +29,7 @@ from scio_recorder.reductions import (
     Min,
     Moments,
     MomentsResult,
+    Reduction,
 )
 from scio_recorder.reductions.alive import unit_dimension
 from scio_recorder.reductions.base import as_floats, num_true, several
@@ -42,6 +43,13 @@ STATISTICS = ("mean", "std", "norm", "zeros", "nonfinite")
 OF_UNITS = ("max_abs", "dead", "saturated", "exploding")
 # Those that mean nothing for gradients.
 OF_STATES = OF_UNITS[1:]
+# A unit explodes if its largest absolute value is so many times that of the median unit, and above
+# what functions such as softmax can return. Among fewer units there is no median to speak of.
+EXPLOSION_FACTOR = 20.0
+EXPLOSION_LEAST = 1.0
+EXPLOSION_UNITS = 8
+# None of the units is an exception if a larger share of them is as large.
+EXPLOSION_SHARE = 0.25
 # Bins reach no further from the mean than this number of standard deviations.
 _REACH = 6.0
 # Values that are looked at together: they and their temporaries stay in the cache.
@@ -281,13 +289,13 @@ def _exploding(dead: Tensor, max_abs: Tensor) -> tuple[tuple[int, ...], float]:
     # Units that do nothing have no share in what is usual, nor have infinities.
     size = max_abs.double().flatten()
     usual = size[~dead.flatten() & size.isfinite() & (size > 0)]
-    if len(usual) < figure.EXPLOSION_UNITS:
+    if len(usual) < EXPLOSION_UNITS:
         return (), 0.0
     median = float(usual.median())
-    least = max(figure.EXPLOSION_FACTOR * median, figure.EXPLOSION_LEAST)
+    least = max(EXPLOSION_FACTOR * median, EXPLOSION_LEAST)
     is_beyond = (size > least) & size.isfinite()
     found = is_beyond.nonzero().flatten()
-    if len(found) > max(1, figure.EXPLOSION_SHARE * len(usual)):
+    if len(found) > max(1, EXPLOSION_SHARE * len(usual)):
         # So many are no exceptions: the others are small, as behind a GELU of large inputs.
         return (), 0.0
     found = found[size[found].argsort(descending=True, stable=True)]
@@ -299,7 +307,6 @@ def _of_reductions(recording: Readable, label: RowIdx) -> figure.LayerSummary:
     found: dict[str, Any] = {}
     notes: list[str] = []
     warnings: list[str] = []
-    units = None
     for reduction in reductions:
         kind = type(reduction).__name__
         try:
@@ -307,26 +314,31 @@ def _of_reductions(recording: Readable, label: RowIdx) -> figure.LayerSummary:
         except RecorderError as error:
             notes.append(f"{kind}: {error}")
             continue
-        overall = reduction.overall(result)
-        shown: dict[str, Any] = {name: overall[name] for name in _OVERALL if name in overall}
-        if isinstance(result, HistogramResult):
-            shown["bars"] = _bars(result)
-        if isinstance(result, AliveResult):
-            units = _units(result)
         warnings += _troubles(kind, result)
-        if not shown and units is None:
+        shown = _shown(reduction, result)
+        if not shown:
             notes.append(f"{kind} is not drawn")
         found = {**shown, **found}
-    bars = found.pop("bars", None)
+    values = {name: found.pop(name) for name in _OVERALL if name in found}
     return figure.LayerSummary(
         layer=recording.architecture[label],
         kept=", ".join(type(reduction).__name__ for reduction in reductions),
-        values=figure.ValueStatistics(**found),
-        units=units,
-        bars=bars,
+        values=figure.ValueStatistics(**values),
         notes=notes,
         warnings=warnings,
+        **found,
     )
+
+
+def _shown(reduction: Reduction, result: Any) -> dict[str, Any]:
+    """Return the fields of a summary that the result of a reduction gives."""
+    overall = reduction.overall(result)
+    shown: dict[str, Any] = {name: overall[name] for name in _OVERALL if name in overall}
+    if isinstance(result, HistogramResult):
+        shown["bars"] = _bars(result)
+    if isinstance(result, AliveResult):
+        shown["units"] = _units(result)
+    return shown
 
 
 def _troubles(kind: str, result: Any) -> list[str]:

@@ -7,10 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from scio_recorder.display.figure import SATURATION_SHARE, SATURATION_WIDTH
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.base import By, RowReduction, num_true
 
+# A value is saturated if it lies within this share of the range from a bound, and a unit if this
+# share of its values is.
+SATURATION_WIDTH = 0.01
+SATURATION_SHARE = 0.95
 Bounds = tuple[float | None, float | None]
 
 

@@ -403,8 +403,7 @@ def test_pages_tables_and_exports(tmp_path):
     assert places == sorted(places)
     assert places[-1] < tree.index(">3-4<")
     assert f"{__file__}:" in html
-    assert "<dt>Layers recorded</dt><dd>1 of 10</dd>" in html
-    assert "<dt>Operations recorded</dt><dd>6</dd>" in html
+    assert "<dt>Recorded</dt><dd>1 of 10 layers and 6 operations</dd>" in html
     assert "x = x + h" in html
     assert 'id="layer-2-2/add:0"' in html
     assert 'href="#layer-2-2/add:0"' in html

@@ -648,8 +648,8 @@ def test_frames_are_fewer_than_what_the_net_is_given_of_a_sound():
         transform=lambda activation, batch: activation.mT,
     )
     assert torch.equal(frames["1"], net[:2](sounds).mT[real])
-    # Ids are tokens one by one.
+    # Ids are tokens one by one, of which the mask has too few.
     ids = Recorder(nn.Embedding(9, 2), input_data=torch.zeros(2, 5, dtype=torch.long))
     ids.record("0-1")
-    with pytest.raises(CollectError, match=r"\(3, 4\).*\(3, 9\)"):
+    with pytest.raises(CollectError, match=r"\(3, 9, 2\).*here \(3, 4, \.\.\.\)"):
         ids.collect([sounds.abs().long()], rows=Tokens(mask=lambda batch: real))
