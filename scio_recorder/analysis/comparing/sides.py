@@ -33,7 +33,7 @@ from scio_recorder.reductions.base import several
 from scio_recorder.stores.disk_tensor import bytes_of_row
 from scio_recorder.tensors.copies import Copies, gathered, is_plain, twin
 from scio_recorder.tensors.digests import sample_digests
-from scio_recorder.tensors.structures import map_tensors, taken_apart
+from scio_recorder.tensors.structures import Apart, map_tensors, taken_apart
 
 _SHOWN, _MOST_POSITIONS = 5, 15
 # The bytes of a layer that are read at once from each recording.
@@ -52,8 +52,8 @@ class SampleBlock:
         The loader's batch of these samples, if networks run.
     feed : Feed or None
         What made the inputs from it, for one network at least.
-    inputs : Inputs or None
-        These inputs.
+    inputs : Apart or None
+        These inputs, taken apart once for all passes.
     number : int
         The number of the batch, if networks run.
     rows : BatchRows or None
@@ -67,7 +67,7 @@ class SampleBlock:
     ids: Sequence[SampleId]
     batch: Any = None
     feed: Feed | None = None
-    inputs: Inputs | None = None
+    inputs: Apart | None = None
     number: int = 0
     rows: BatchRows | None = None
     received: BatchRows | None = None
@@ -176,13 +176,13 @@ class NetworkSide:
         given = block.inputs
         if given is None or block.feed is not self.feed:
             self.feed.number = block.number
-            given = self.feed.inputs(block.batch)
+            given = taken_apart(self.feed.inputs(block.batch))
         # Networks write into tensors, and fill caches.
-        args, kwargs = map_tensors(twin, (given.args, given.kwargs))
+        args, kwargs = given.rebuild([twin(leaf) for leaf in given.leaves])
         try:
             run(args, kwargs)
         except Exception as error:
-            raise_for_batch(error, block.number, self.architecture, self.net, given)
+            raise_for_batch(error, block.number, self.architecture, self.net, given.value)
 
     def trace(self, block: SampleBlock, layer: Layer) -> list[Step]:
         """Run the network on a batch again, and return what the own code of a layer does."""
@@ -431,14 +431,15 @@ def _block(
             source = Source(net.net, batch, inputs.named(net.net), 0, root, shapes)
             refuse_sample(source.shapes_at_labelling(), inputs)
         ids, _ = feed.ids(batch, inputs)
-        return SampleBlock(ids, batch, net.feed, inputs, feed.number)
+        return SampleBlock(ids, batch, net.feed, taken_apart(inputs), feed.number)
     source = Source(net.net, batch, inputs.named(net.net), feed.number, root, shapes, has_rows)
     found = rows.of(source)
     ids, _ = feed.ids(batch, inputs, found.num_samples)
     lengths = torch.bincount(found.columns["sample"], minlength=len(ids)).tolist()
     positions = torch.split(found.columns["position"], lengths)
     received = rows.all_real(source, found)
-    return SampleBlock(ids, batch, net.feed, inputs, feed.number, found, received, positions)
+    apart = taken_apart(inputs)
+    return SampleBlock(ids, batch, net.feed, apart, feed.number, found, received, positions)
 
 
 def _parts(one: RecordingSide, two: RecordingSide) -> Iterator[SampleBlock]:

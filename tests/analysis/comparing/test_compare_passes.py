@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from scio_recorder import Nodes, Recorder, Tokens, compare, open_recording
-from scio_recorder.errors import ComparisonError, FlowError, UnsupportedNetError
+from scio_recorder.errors import CollectError, ComparisonError, FlowError, UnsupportedNetError
 from scio_recorder.reductions import Digest, Mean
 from tests.analysis.comparing.faults import batches, make_net, planted
 from tests.analysis.comparing.test_compare import recorder
@@ -635,3 +635,19 @@ def test_inputs_are_made_once_for_both_networks() -> None:
     one, two = recorder(make_net()), recorder(make_net())
     assert compare(one, two, batches(), to_inputs=to_inputs).first is None
     assert len(given) == len(batches())
+
+
+def test_an_error_of_either_function_names_the_batch() -> None:
+    def fails(batch: Tensor) -> Tensor:
+        if batch is given[1]:
+            raise ValueError("odd")
+        return batch
+
+    def same(batch: Tensor) -> Tensor:
+        return batch
+
+    given = batches()
+    sides = recorder(make_net()), recorder(make_net())
+    for to_inputs in (fails, [fails, same], [same, fails]):
+        with pytest.raises(CollectError, match="batch 1: to_inputs raised"):
+            compare(*sides, given, to_inputs=to_inputs)

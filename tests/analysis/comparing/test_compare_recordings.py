@@ -147,6 +147,22 @@ def test_each_kind_beside_each(one: str, two: str, weight: float, tmp_path: Path
         assert (first.reference, first.candidate) == ((own * 2).item(), (own * 3).item())
 
 
+def test_layers_of_which_there_are_digests_and_others() -> None:
+    reduce = {"scale": Digest()}
+    reference = collected(rowwise(), FORWARD, 4, reduce=reduce)
+    difference = compared(reference, rowwise(3.0), MIXED, 5)
+    assert difference["scale"].num_elements == difference["scale"].num_different == 12
+    act = (DATA * 3).relu() != (DATA * 2).relu()
+    assert difference["act"].num_elements == DATA.numel()
+    assert difference["act"].num_different == int(act.sum())
+    # Two layers with one partner: what is a digest for one of them is for both.
+    both = {"scale": "act"}
+    found = compare(reference, rowwise(), batches(MIXED, 5), both, sample_ids=ids_of)
+    assert (found["act"].num_elements, found["act"].num_different) == (12, 0)
+    has_negative = (DATA < 0).any(1)
+    assert found["scale"].num_different == int(has_negative.sum())
+
+
 def test_the_first_sample_is_in_the_order_of_the_reference(tmp_path: Path) -> None:
     reference = collected(rowwise(), MIXED, 5)
     for candidate in (collected(rowwise(3.0), FORWARD, 4), collected(rowwise(3.0), MIXED, 5)):
