@@ -463,9 +463,6 @@ class SampleReduction(Reduction):
     def _state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._state_names}
 
-    def _set_state(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-
     def _load(self, state: dict[str, Any]) -> None:
         self.reset()
         self._count = state["count"]
@@ -473,7 +470,9 @@ class SampleReduction(Reduction):
             return
         self._shape, self._dtype = tuple(state["shape"]), DTYPES[state["dtype"]]
         names = [name for name in self._state_names if name.removeprefix("_") in state]
-        self._set_state({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
+        if not (names or state.get("classes")):
+            raise LookupError(f"it lacks {', '.join(self._state_names)}")
+        vars(self).update({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
         for member in state.get("classes", []):
             self._member(member["label"]).load_state_dict(member["state"])
 
@@ -555,7 +554,7 @@ class SampleReduction(Reduction):
 
     def _place(self, device: torch.device) -> None:
         self._add_waiting()
-        self._set_state(map_tensors(lambda tensor: tensor.to(device), self._state()))
+        vars(self).update(map_tensors(lambda tensor: tensor.to(device), self._state()))
 
 
 def cannot_go_on(*arguments: Any) -> Any:

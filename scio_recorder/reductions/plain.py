@@ -246,9 +246,6 @@ class Moments(SampleReduction):
         return {"mean": float(mean.mean()), "std": std}
 
 
-_CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "dict": dict}
-
-
 class Last(SampleReduction):
     """The activation of the last batch that had samples.
 
@@ -360,8 +357,8 @@ class Fold(SampleReduction):
 
     Notes
     -----
-    The state can be stored if the accumulator consists of tensors, numbers, strings, None, and
-    lists, tuples and dicts of these.
+    The state holds the accumulator. A recording can keep it if it consists of tensors, numbers,
+    strings, None, and lists, tuples and dicts of these.
 
     Examples
     --------
@@ -374,10 +371,10 @@ class Fold(SampleReduction):
     3
     """
 
-    _state_names = ("_accumulator",)
+    _state_names = ("_folded",)
     _takes_complex = True
     _takes_any_shape = True
-    _accumulator: Any
+    _folded: Any
 
     def __init__(
         self,
@@ -394,7 +391,7 @@ class Fold(SampleReduction):
         super().__init__(by=by)
 
     def _add(self, samples: Tensor) -> None:
-        self._accumulator = self._fn(self._accumulator, samples.clone())
+        self._folded = self._fn(self._folded, samples.clone())
 
     @property
     def why_not_merged(self) -> str | None:
@@ -409,42 +406,15 @@ class Fold(SampleReduction):
     def _join(self, other: Fold) -> None:
         if self._merge is None:
             raise CollectError(self.why_not_merged)
-        self._accumulator = self._merge(self._accumulator, other._accumulator)
+        self._folded = self._merge(self._folded, other._folded)
 
     def _result(self) -> Any:
-        return copy.deepcopy(self._accumulator)
+        return copy.deepcopy(self._folded)
 
     @classmethod
     def from_recipe(cls, **options: Any) -> Self:
         """Return a fold that can read a state, but can't add data."""
         return super().from_recipe(fn=cannot_go_on, **options)
 
-    def _state(self) -> dict[str, Any]:
-        return {"_accumulator": _encode(self._accumulator)}
-
-    def _set_state(self, state: dict[str, Any]) -> None:
-        self._accumulator = _decode(state["_accumulator"])
-
     def _device(self) -> torch.device | None:
         return None  # the function decides the device of an accumulator
-
-
-def _encode(value: Any) -> Any:
-    """Write an accumulator with tensors, numbers, strings, lists and str-keyed dicts only."""
-    if isinstance(value, Tensor | bool | int | float | str):
-        return value
-    kind = type(value).__name__
-    if value is None or type(value) in _CONTAINERS.values():
-        items = () if value is None else value.items() if isinstance(value, dict) else value
-        return {"type": kind, "items": [_encode(item) for item in items]}
-    raise CollectError(
-        f"The accumulator of a Fold holds {kind}, which can't be stored; build it from tensors, "
-        "numbers, strings, None, lists, tuples and dicts."
-    )
-
-
-def _decode(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    items = [_decode(item) for item in value["items"]]
-    return None if value["type"] == "NoneType" else _CONTAINERS[value["type"]](items)
