@@ -40,7 +40,7 @@ from scio_recorder.stores.disk_format.description import (
 )
 from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.stores.disk_format.reader import Run, RunReader
-from scio_recorder.stores.disk_format.tensor_file import dump, parse
+from scio_recorder.stores.disk_format.tensor_file import as_read
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.stores.disk_tensor import held_by
 from scio_recorder.stores.kept_inputs import pack, unpack
@@ -366,7 +366,7 @@ class DiskWriter(StoreWriter):
             stored = {**reader.header, "world_size": reader.world_size}
             given = {
                 "architecture": {"fingerprint": self._architecture.fingerprint},
-                **parse(dump(self._settings)),
+                **as_read(self._settings),
                 "world_size": self._store.world_size,
             }
             check_settings(self._path, stored, given)

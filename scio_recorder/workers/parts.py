@@ -43,7 +43,7 @@ from scio_recorder.stores.disk_format.description import (
 )
 from scio_recorder.stores.disk_format.medium import Medium, accessing
 from scio_recorder.stores.disk_format.reader import RunReader, refuse_repeated_ids
-from scio_recorder.stores.disk_format.tensor_file import dump, parse
+from scio_recorder.stores.disk_format.tensor_file import as_read
 from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.workers.leases import (
@@ -84,7 +84,7 @@ def check_begun(medium: Medium, num_parts: int, header: dict[str, Any]) -> None:
             f"{medium.path} is a recording in {counted(found.world_size, 'part')}, and num_parts "
             f"is {num_parts} here: give the same number, or choose another folder"
         )
-    check_settings(medium.path, found.header, parse(dump(header)))
+    check_settings(medium.path, found.header, as_read(header))
 
 
 def seen_by_others(store: Store) -> Disk:

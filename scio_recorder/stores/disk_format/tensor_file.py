@@ -121,6 +121,22 @@ def parse(data: bytes) -> Any:
     return value
 
 
+def as_read(value: object) -> Any:
+    """Return a value as a reader of its text will find it: tuples are lists, and keys are strings.
+
+    Raises
+    ------
+    ValueError, TypeError
+        `dump` refuses it.
+
+    Examples
+    --------
+    >>> as_read({1: (2, 3)})
+    {'1': [2, 3]}
+    """
+    return parse(dump(value))
+
+
 def expect(value: Any, kind: type[_T]) -> _T:
     """Return ``value`` if it is of exactly this type (a bool is not an int); else `ValueError`."""
     if type(value) is not kind:

@@ -32,9 +32,9 @@ from scio_recorder.stores.disk_format.reader import Chunk, KeptBatches, Packed, 
 from scio_recorder.stores.disk_format.tensor_file import (
     JSON,
     Table,
+    as_read,
     dump,
     file_writer,
-    parse,
     table_of,
     table_to_json,
 )
@@ -164,8 +164,7 @@ class RunWriter:
         given = Description(run, world_size, dict(layers), dict(header), columns)
         try:
             said = given.to_json()
-            # Values that JSON converts to its own types must equal those that will be read back.
-            description, write = Description.from_json(parse(dump(said))), file_writer({}, said)
+            description, write = Description.from_json(as_read(said)), file_writer({}, said)
         except (TypeError, ValueError) as cause:
             raise CollectError(f"a recording can't be described: {cause}") from cause
         description.check_rank(os.fspath(path), rank)
