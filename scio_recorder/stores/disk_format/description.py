@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -136,10 +135,6 @@ class Description:
         """Return the place of a chunk, as its file states it."""
         place = {"rank": rank, "number": number, "samples_before": samples_before}
         return {"run": self.run, **place}
-
-    def manifest(self, rank: int, samples: int, checksums: Sequence[str]) -> dict[str, JSON]:
-        """Return the list of commits, as a manifest states it."""
-        return {"run": self.run, "rank": rank, "samples": samples, "chunks": list(checksums)}
 
     def state_place(self, rank: int, token: str) -> dict[str, JSON]:
         """Return the place of a state's tensors, as their file states it."""

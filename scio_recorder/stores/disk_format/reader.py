@@ -180,12 +180,19 @@ class Chunk:
 
 @dataclass
 class Run:
-    """A recording: its description, and the ranks that were read."""
+    """A recording at its place: its description, and the ranks that were read."""
 
+    medium: Medium
     description: Description
     # The ranks' commits, in order, and the complete ranks.
     chunks: dict[int, list[Chunk]] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
+
+    def add(self, rank: int, stated: tuple[str, Mapping[str, JSON]] | None = None) -> None:
+        """Add the next commit of a rank, as its file or the manifest states it; see `Chunk`."""
+        chunks = self.chunks[rank]
+        before = chunks[-1].samples_before + len(chunks[-1].ids) if chunks else 0
+        chunks.append(Chunk(self.medium, self.description, rank, len(chunks), before, stated))
 
     @property
     def is_complete(self) -> bool:
@@ -201,12 +208,15 @@ class Run:
         """Return the ids of all samples."""
         return SampleIds.joined([[one.ids for one in rank] for rank in self.chunks.values()])
 
-    def manifest(self, rank: int) -> dict[str, JSON]:
-        """Return the content of the manifest of a rank."""
+    def listed(self, rank: int) -> dict[str, JSON]:
+        """Return the list of a rank's commits, as its manifest states it."""
         chunks = self.chunks[rank]
-        samples = sum([len(chunk.ids) for chunk in chunks])
-        manifest = self.description.manifest(rank, samples, [chunk.checksum for chunk in chunks])
-        return {**manifest, "commits": [chunk.said for chunk in chunks]}
+        return {
+            "run": self.description.run,
+            "rank": rank,
+            "samples": sum([len(chunk.ids) for chunk in chunks]),
+            "chunks": [chunk.checksum for chunk in chunks],
+        }
 
     def last_state(self, rank: int) -> Any:
         """Return the last state that a rank committed; None if there is none."""
@@ -233,7 +243,7 @@ def scan(medium: Medium, rank: int | None = None) -> Run:
     RecordingError
         If anything does not fit, naming the file.
     """
-    run = Run(read_description(medium))
+    run = Run(medium, read_description(medium))
     ranks = range(run.description.world_size) if rank is None else [rank]
     run.chunks = {one: [] for one in ranks}
     names, counts = None, dict[int, int]()
@@ -241,8 +251,8 @@ def scan(medium: Medium, rank: int | None = None) -> Run:
         # Not for one rank, since there can be hundreds of thousands of names.
         with accessing(medium.path):
             names = set(medium.names())
-        counts = _counted(medium, run.description, names)
-    read = partial(_read_rank, medium, run, names=names, counts=counts)
+        counts = _counted(run, names)
+    read = partial(_read_rank, run, names=names, counts=counts)
     for_each(read, ranks, medium.num_readers)
     # Manifests state facts about commits. Those of many ranks are compared when data is read.
     looked_at = [one for one in run.all_chunks if len(ranks) == 1 or one.name not in (names or ())]
@@ -250,47 +260,42 @@ def scan(medium: Medium, rank: int | None = None) -> Run:
     return run
 
 
-def _counted(medium: Medium, description: Description, names: Set[str]) -> dict[int, int]:
+def _counted(run: Run, names: Set[str]) -> dict[int, int]:
     """Return the number of commits of each rank, by the highest number among the names."""
     counts: dict[int, int] = {}
     for match in filter(None, map(_CHUNK_NAME.fullmatch, names)):
         owner, number = int(match[1]), int(match[2])
-        if owner >= description.world_size:
-            raise RecordingError(f"{medium.path_of(match[0])} is out of place: no such rank")
+        if owner >= run.description.world_size:
+            raise RecordingError(f"{run.medium.path_of(match[0])} is out of place: no such rank")
         counts[owner] = max(number + 1, counts.get(owner, 0))
     return counts
 
 
-def _read_rank(
-    medium: Medium, run: Run, rank: int, names: Set[str] | None, counts: Mapping[int, int]
-) -> None:
+def _read_rank(run: Run, rank: int, names: Set[str] | None, counts: Mapping[int, int]) -> None:
     """Read a rank's commits: those in its manifest, or those that exist."""
-    name = manifest_name(rank)
+    medium, name = run.medium, manifest_name(rank)
     # A writer may continue while names are listed, so the list need not be of one instant: commits
     # are looked for by their numbers.
     if medium.has(name) if names is None else name in names:
         with parsing(medium.path_of(name)):
-            _read_manifest(medium, run, rank, TensorFile(medium, name).content)
+            _read_manifest(run, rank, TensorFile(medium, name).content)
         return
-    chunks, before, count = run.chunks[rank], 0, counts.get(rank, 0)
+    chunks, count = run.chunks[rank], counts.get(rank, 0)
     while len(chunks) < count if names is not None else medium.has(chunk_name(rank, len(chunks))):
-        chunks.append(Chunk(medium, run.description, rank, len(chunks), before))
-        before += len(chunks[-1].ids)
+        run.add(rank)
 
 
-def _read_manifest(medium: Medium, run: Run, rank: int, said: Any) -> None:
+def _read_manifest(run: Run, rank: int, said: Any) -> None:
     """Read the manifest of a complete rank, or its commits if the manifest lacks their facts.
 
     Commits behind the listed ones never counted: their writer had lost the right to write.
     """
     checksums, commits = expect(said["chunks"], list), said.get("commits")
     stated = [None] * len(checksums) if commits is None else zip(checksums, commits, strict=True)
-    chunks, before = run.chunks[rank], 0
     run.closed.add(rank)
-    for number, one in enumerate(stated):
-        chunks.append(Chunk(medium, run.description, rank, number, before, one))
-        before += len(chunks[-1].ids)
-    found = run.description.manifest(rank, before, [chunk.checksum for chunk in chunks])
+    for one in stated:
+        run.add(rank, one)
+    found = run.listed(rank)
     if {key: said[key] for key in found} != found:
         raise ValueError("it does not match the chunks")
 
@@ -540,11 +545,10 @@ class RunReader(RowReader):
         rank: int | None = None,
         run: Run | None = None,
     ) -> None:
-        self.rank = rank
-        self._medium = medium_at(path)
-        self.path = self._medium.path
-        self.span_bytes, self.num_readers = self._medium.span_bytes, self._medium.num_readers
-        self.run = run or scan(self._medium, rank)
+        self.rank, medium = rank, medium_at(path)
+        self.path = medium.path
+        self.span_bytes, self.num_readers = medium.span_bytes, medium.num_readers
+        self.run = run or scan(medium, rank)
         self.header = self.run.description.header
         self.layers: Table = self.run.description.layers
         self.rows: Table | None = self.run.description.rows
@@ -557,7 +561,8 @@ class RunReader(RowReader):
             self.kept = KeptReader(chunks)
         self._chunks = [chunk for chunk in chunks if chunk.num_rows]
         if run is not None:
-            # The files of its writer are closed.
+            # That of its writer is closed.
+            run.medium = medium
             self.forget_verified()
         self.starts = list(accumulate([chunk.num_rows for chunk in self._chunks], initial=0))
         # The number of samples before those of each rank.
@@ -588,7 +593,7 @@ class RunReader(RowReader):
     def forget_verified(self) -> None:
         """Forget which blocks were verified: each is verified again at its next read."""
         for chunk in self.run.all_chunks:
-            chunk.reopen(self._medium)
+            chunk.reopen(self.run.medium)
 
     def fingerprint(self) -> str:
         """Return a digest that distinguishes this recording, at its present length, from others."""
@@ -599,7 +604,7 @@ class RunReader(RowReader):
         last, name = self.run.last_state(rank), self.run.state_file(rank)
         if last is None or name is None:
             return None if last is None else Packed(last["value"], [])
-        file = TensorFile(self._medium, name)
+        file = TensorFile(self.run.medium, name)
         with parsing(file.path):
             if file.content != self.run.description.state_place(rank, last["file"]):
                 raise ValueError("it does not belong here")
@@ -615,11 +620,11 @@ class RunReader(RowReader):
                 yield _report(chunk.name, partial(getattr, chunk, "file"))
             name = self.run.state_file(rank)
             if name is not None:
-                yield _report(name, partial(TensorFile, self._medium, name))
+                yield _report(name, partial(TensorFile, self.run.medium, name))
 
     def close(self) -> None:
         """Close the medium; tensors that were read stay."""
-        self._medium.close()
+        self.run.medium.close()
 
     def __enter__(self) -> Self:
         return self

@@ -28,7 +28,7 @@ from scio_recorder.stores.disk_format.description import (
 )
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
 from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
-from scio_recorder.stores.disk_format.reader import Chunk, KeptBatches, Packed, Run, scan
+from scio_recorder.stores.disk_format.reader import KeptBatches, Packed, Run, scan
 from scio_recorder.stores.disk_format.tensor_file import (
     JSON,
     Table,
@@ -245,8 +245,8 @@ class RunWriter:
                 held |= _kept_tensors(kept, len(ids))
             token = uuid.uuid4().hex[:16] if state is not None and state.tensors else None
             content = self._content(ids, rows, state, token, kept)
-            chunks = self.run.chunks[self._rank]
-            files = [(chunk_name(self._rank, len(chunks)), file_writer(held, content))]
+            number = len(self.run.chunks[self._rank])
+            files = [(chunk_name(self._rank, number), file_writer(held, content))]
             if state is not None and token is not None:
                 named = {str(number): tensor for number, tensor in enumerate(state.tensors)}
                 place = self.run.description.state_place(self._rank, token)
@@ -255,8 +255,7 @@ class RunWriter:
             raise CollectError(f"a chunk can't be written: {cause}") from cause
         for name, write in files:
             stated = self._put(name, write), content
-        description, number = self.run.description, len(chunks)
-        chunks.append(Chunk(self._medium, description, self._rank, number, self.durable, stated))
+        self.run.add(self._rank, stated)
         self.sample_ids.add(ids)
         if token is not None:
             # The last but one stays for readers that have just found it.
@@ -271,12 +270,12 @@ class RunWriter:
         """
         self.check_usable()
         self._is_finishing = True
-        manifest = self.run.manifest(self._rank)
+        listed, chunks = self.run.listed(self._rank), self.run.chunks[self._rank]
         try:
-            write = file_writer({}, manifest)
+            write = file_writer({}, {**listed, "commits": [chunk.said for chunk in chunks]})
         except ValueError:
             # This is too large for a header, so readers open the commits.
-            write = file_writer({}, {**manifest, "commits": None})
+            write = file_writer({}, {**listed, "commits": None})
         self._put(manifest_name(self._rank), write)
         self.run.closed.add(self._rank)
         self._remove(self._states[:-1])
@@ -400,7 +399,7 @@ def begun(
         check_empty(medium)
         with suppress(FileExistsError):
             medium.put(DESCRIPTION_NAME, f"{rank:05d}", write)
-            return Run(description, {rank: []})
+            return Run(medium, description, {rank: []})
     run = scan(medium, rank)
     if run.description.run != description.run:
         _check_joining(medium.path, run, description, rank)
