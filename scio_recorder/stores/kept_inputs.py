@@ -367,16 +367,10 @@ def unpack(packed: Packed) -> Any:
         raise RecordingError(f"a recording's state can't be read: {error!r}") from error
 
 
-def _float(text: str) -> float:
-    if text not in ("inf", "-inf", "nan"):
-        raise ValueError(f"{text!r} is not such a number")
-    return float(text)
-
-
 _PLAIN: Mapping[str, Callable[[Any], Any]] = {
     "ellipsis": lambda _: ...,
-    "float": _float,
-    "dtype": lambda name: DTYPES[name],
+    "float": {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}.__getitem__,
+    "dtype": DTYPES.__getitem__,
     "device": torch.device,
     "size": lambda sizes: torch.Size([expect(size, int) for size in sizes]),
 }

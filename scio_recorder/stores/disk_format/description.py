@@ -119,8 +119,7 @@ class Description:
         if [name for name in layers if name.startswith(("#", "@"))]:
             raise ValueError("a layer's name begins with # or @, as those of other tensors do")
         # If all layers are reduced, rows may only be counted.
-        first = next(iter(rows.items()), None) if rows is not None else None
-        if rows is not None and (rows or layers) and first != _FIRST_COLUMN:
+        if rows is not None and (rows or layers) and list(rows.items())[:1] != [_FIRST_COLUMN]:
             raise ValueError("the first column of rows is not sample, a number of 64 bits")
         return cls(
             expect(value["run"], str), world_size, layers, expect(value["header"], dict), rows

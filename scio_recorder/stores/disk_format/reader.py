@@ -73,8 +73,8 @@ class Chunk:
     rank, number, samples_before : int
         Its rank, its number, and the number of samples in earlier ones.
     stated : tuple, optional
-        The checksum of its file, and its facts according to the manifest. Then the file is opened
-        only when data is read.
+        The checksum of its file, and its facts, as its writer or a manifest states them. Then the
+        file is opened only when data is read.
 
     Attributes
     ----------
@@ -189,7 +189,7 @@ class Run:
     closed: set[int] = field(default_factory=set)
 
     def add(self, rank: int, stated: tuple[str, Mapping[str, JSON]] | None = None) -> None:
-        """Add the next commit of a rank, as its file or the manifest states it; see `Chunk`."""
+        """Add the next commit of a rank; what is not stated is read from its file, see `Chunk`."""
         chunks = self.chunks[rank]
         before = chunks[-1].samples_before + len(chunks[-1].ids) if chunks else 0
         chunks.append(Chunk(self.medium, self.description, rank, len(chunks), before, stated))
