@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scio_recorder.stores.disk_format.tensor_file import MAX_DEPTH, dump, parse
+from scio_recorder.stores.disk_format.tensor_file import MAX_DEPTH, as_read, dump, parse
 
 # Signs that mean something outside a text, and those that hide others inside one.
 TEXTS = st.text(alphabet='[]{}"\\,: \n\u00e9', max_size=12)
@@ -33,6 +34,17 @@ def test_what_is_nested_too_deeply_is_refused_and_nothing_else(value, around):
         value = [value]
     if depth(value) > MAX_DEPTH:
         with pytest.raises(ValueError, match="nested deeper"):
-            parse(dump(value))
+            dump(value)
+        with pytest.raises(ValueError, match="nested deeper"):
+            parse(json.dumps(value, separators=(",", ":")).encode())
     else:
         assert parse(dump(value)) == value
+
+
+def test_tuples_are_nested_as_lists_are():
+    value: Any = ()
+    for _ in range(MAX_DEPTH - 1):
+        value = (value,)
+    assert as_read(value) == json.loads(json.dumps(value))
+    with pytest.raises(ValueError, match="nested deeper"):
+        dump((value,))
