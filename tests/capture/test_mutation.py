@@ -132,6 +132,19 @@ def test_always_copying_is_right_in_every_pass() -> None:
             assert same_bits(rnet.activations["0"], net[0](x))
 
 
+@pytest.mark.parametrize("copy", COPIES)
+def test_tensors_of_inference_mode_are_copied_since_nothing_counts_writes_to_them(
+    copy: str,
+) -> None:
+    net = nn.Sequential(linear(), nn.ReLU(inplace=True))
+    rnet = recorder(net, "0", copy=copy)
+    with torch.inference_mode():
+        for _ in range(3):
+            x = torch.randn(3, 4)
+            rnet(x)
+            assert same_bits(rnet.activations["0"], net[0](x))
+
+
 class Late(nn.Module):
     """Starts to overwrite its first layer's output when it is told to."""
 
@@ -169,6 +182,56 @@ def test_net_that_starts_overwriting_is_never_failed(grad: bool) -> None:
                     rnet.activations["first"]
             else:
                 assert same_bits(rnet.activations["first"].detach(), truth)
+
+
+class Conditional(nn.Module):
+    """Overwrites its first layer's output under one condition."""
+
+    def __init__(self, condition: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self.first, self.last = linear(), linear()
+        self.condition = condition
+        self.given: dict[str, Any] = {}
+
+    def forward(self, x: Tensor, mask: Any = None, how: str = "") -> Tensor:
+        self.given = {"mask": mask, "how": how}
+        hidden = self.first(x)
+        result: Tensor = self.last(hidden)
+        if self.condition(self):
+            hidden.detach().zero_()
+        return result
+
+
+@pytest.mark.parametrize(
+    ("condition", "call"),
+    [
+        (lambda net: net.training, lambda rnet, x: (rnet.train(), rnet(x))),
+        (lambda net: torch.is_grad_enabled(), lambda rnet, x: torch.enable_grad()(rnet)(x)),
+        (
+            lambda net: torch.is_autocast_enabled("cpu"),
+            lambda rnet, x: torch.autocast("cpu")(rnet.forward)(x),
+        ),
+        (lambda net: net.given["mask"] is not None, lambda rnet, x: rnet(x, torch.ones(3))),
+        (lambda net: net.given["mask"] is not None, lambda rnet, x: rnet(x, mask=torch.ones(3))),
+        (lambda net: len(net.given["mask"] or ()) == 2, lambda rnet, x: rnet(x, mask=[x, x])),
+        (lambda net: net.given["how"] == "other", lambda rnet, x: rnet(x, how="other")),
+    ],
+    ids=["training", "gradients", "autocast", "input", "keyword", "structure", "text"],
+)
+def test_the_first_pass_in_another_setting_copies(condition: Any, call: Any) -> None:
+    net = Conditional(condition)
+    rnet = recorder(net.eval(), "first")
+    with torch.no_grad():
+        for _ in range(3):
+            rnet(torch.randn(3, 4), mask=None, how="")
+            rnet(torch.randn(3, 4))
+            rnet(torch.randn(3, 4), mask=[torch.ones(3)])
+        x = torch.randn(3, 4)
+        call(rnet, x)
+        dtype = torch.bfloat16 if rnet.activations["first"].dtype == torch.bfloat16 else x.dtype
+        with torch.autocast("cpu", enabled=dtype == torch.bfloat16):
+            truth = nn.functional.linear(x, net.first.weight, net.first.bias)
+        assert same_bits(rnet.activations["first"].detach(), truth)
 
 
 class LateInput(nn.Module):
