@@ -230,3 +230,26 @@ def test_a_recorder_that_is_run_again_itself_keeps_the_records_of_its_pass(
         output.sum().backward()
     assert len(passes) == 1
     assert rnet.activations is before
+
+
+class Passing(torch.autograd.Function):
+    """Runs a pass of its own in the backward pass, for the first time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[], object]) -> Tensor:
+        ctx.run = run
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.run()
+        return gradient, None
+
+
+def test_a_pass_that_a_backward_pass_makes_is_recorded() -> None:
+    rnet = Recorder(nn.Sequential(linear(), nn.Tanh()), input_size=(3, 4), verbose=0)
+    rnet.record("0")
+    x, y = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    rnet(x)
+    Passing.apply(x, lambda: rnet(y)).sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(rnet.activations["0"], rnet.net[0].forward(y))

@@ -125,3 +125,18 @@ def test_passes_of_other_threads_are_no_calls_of_this_one(calls: str) -> None:
         one(x)
         found = one.activations["a"]
         assert same_bits(found if calls == "labelled" else found[0], rnet.net.a.forward(x))
+
+
+@any_calls
+def test_layers_of_another_network_are_no_calls_of_this_pass(calls: str) -> None:
+    rnet, other = recorder(here, "a", calls=calls), recorder(here, "a", "b", calls=calls)
+    x = torch.randn(3, 4)
+
+    def meanwhile(module: nn.Module, given: Tensor) -> Tensor:
+        in_a_pool(other.net, given)
+        return module(given)  # type: ignore[no-any-return]
+
+    rnet.net.way = meanwhile
+    rnet(x)
+    found = rnet.activations["a"]
+    assert same_bits(found if calls == "labelled" else found[0], rnet.net.a.forward(x))

@@ -819,3 +819,16 @@ def test_an_error_of_the_net_is_gone_once_it_is_handled():
             errors = [weakref.ref(one) for one in (error, error.__cause__)]
         # They would hold the frames that they have left, and with them what these had open.
         assert [error() for error in errors] == [None, None]
+
+
+def test_an_input_that_a_network_differentiates_by_requires_a_gradient_in_labelling() -> None:
+    """As networks of forces do, which ask for the gradient of an energy by positions."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(net.energy(x).sum(), x)
+        return force
+
+    x = torch.randn(3, 4, requires_grad=True)
+    _, architecture = label_net(Net(forward, energy=linear()), input_data=x)
+    assert [row.name for row in architecture.values() if row.executed] == ["", "energy"]
+    assert x.grad is None

@@ -286,6 +286,16 @@ def test_weights_changed_behind_the_counters_where_it_does_not_show(layout: Any,
     assert not torch.equal(rnet.recompute("0.aside")["0.aside"], before)
 
 
+def test_weights_in_place_of_others_where_it_does_not_show() -> None:
+    rnet = Recorder(nn.Sequential(Aside()), input_size=(1, 4))
+    rnet.record("0", inputs=True)
+    rnet(torch.ones(2, 4))
+    aside = rnet.net[0].aside
+    aside.weight = nn.Parameter(aside.weight.detach() * 1.5)
+    with pytest.raises(RecomputeError, match="weights have changed"):
+        rnet.recompute("0.aside")
+
+
 def test_other_changes_are_an_error() -> None:
     rnet = recorder(blocks().eval())
     rnet.record("1", inputs=True)

@@ -159,3 +159,15 @@ def test_a_warning_names_the_line_that_led_to_it(
     assert [(one.filename, one.lineno) for one in caught] == [(__file__, place)] * number, [
         str(one.message) for one in caught
     ]
+
+
+def test_the_warning_of_another_kernel_comes_once() -> None:
+    rnet, x = attending(), torch.ones(2, 3, 4)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        for _ in range(2):
+            rnet(x)
+        rnet(x, activation_postproc={"0.linear1": torch.tanh})
+        rnet.extract(x)
+    (text,) = [str(one.message) for one in caught]
+    assert "layer 1-1 0 (TransformerEncoderLayer) runs without torch's fused kernel" in text

@@ -239,6 +239,7 @@ def test_a_reduction_that_holds_a_part_of_a_pass_is_not_handed_out(tmp_path: Pat
         run()
     with pytest.raises(CollectError, match="holds a part of that pass"):
         _ = held[0].recording
+    assert not [*(tmp_path / "run").glob("chunk-*")]
 
 
 class Stop(BaseException):

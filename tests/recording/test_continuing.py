@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -589,3 +591,19 @@ def test_classes_by_line_and_by_position() -> None:
         torch.testing.assert_close(found[0][name], kept[chosen].mean(0))
     for parity in (0, 1):
         torch.testing.assert_close(found[1][parity], kept[rows["input_ids"] % 2 == parity].mean(0))
+
+
+def test_a_pass_that_failed_holds_no_cache() -> None:
+    net = gpt2()
+    rnet = Recorder(net, input_data=PROMPT)
+    rnet.record("transformer.h.0.mlp")
+    with rnet.collecting(rows=Tokens()) as collection:
+        net(**PROMPT)
+        cache = transformers.DynamicCache()
+        reference = weakref.ref(cache)
+        with pytest.raises(IndexError):
+            net(input_ids=torch.full((2, 5), 1000), past_key_values=cache)
+        del cache
+        gc.collect()
+        assert reference() is None
+    assert collection.recording.num_samples == 2

@@ -174,3 +174,15 @@ def test_a_first_batch_unlike_the_rest(make: type[Moments] | type[Covariance]) -
         assert_near(result.covariance, exact, scale)
     else:
         assert_near(result.variance, exact.diag(), exact.diag())
+
+
+@pytest.mark.parametrize("make", [Mean, Moments, Covariance, lambda: Quantiles([0.5])])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_merging_two_dtypes_gives_the_wider_one(make, dtypes):
+    first, second = make(), make()
+    first.update(MAPS.to(dtypes[0]))
+    second.update(MAPS.to(dtypes[1]))
+    first.merge(second)
+    result = first.compute()
+    values = [result] if isinstance(result, Tensor) else result[1:]
+    assert {value.dtype for value in values} == {torch.float64}

@@ -293,6 +293,24 @@ def test_an_old_view_takes_nothing():
     assert late.is_finished
 
 
+def test_a_part_that_is_completed_while_it_is_taken_is_given_back(monkeypatch):
+    one = Alone()
+    other = one.worker("a")
+    claim = Bucket.claim
+
+    def late(self, name, content):
+        if "clock" not in name:
+            # By a holder that had lost its lease and did not know.
+            one.world.put(manifest_name(0), b"")
+        claim(self, name, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "claim", late)
+        assert other.take() is None
+    assert other.is_finished
+    assert one.names == [manifest_name(0)]
+
+
 def test_the_lock_of_a_dead_process_frees_its_part_at_once(tmp_path, monkeypatch):
     def worker() -> Claims:
         return Claims(Folder(str(tmp_path)), 1, {"machine": leases.machine()})

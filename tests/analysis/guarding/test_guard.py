@@ -104,6 +104,14 @@ def test_the_maker_is_the_one_that_plain_hooks_find(number: int, name: str) -> N
     assert origin.weights_finite == all(bool(one.isfinite().all()) for one in weights)
 
 
+def test_all_that_a_call_returned_is_counted() -> None:
+    net = Do(lambda x: (x, [x[:1] * NAN, x / 0], {"more": x[0, :2] * NAN}))
+    with recorder(net).guard(action="record") as guard:
+        net(torch.ones(3, 4))
+    assert guard.origin is not None
+    assert (guard.origin.num_nan, guard.origin.num_inf, guard.origin.num_values) == (6, 12, 18)
+
+
 def test_the_error_says_where_in_a_sentence() -> None:
     net = nn.Sequential(nn.ReLU(), nn.LayerNorm(4, eps=0.0))
     x = X.clone()
