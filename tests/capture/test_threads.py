@@ -197,3 +197,24 @@ def test_recorder_that_is_called_by_a_module_it_records() -> None:
     first = net.first.forward(x)
     assert same_bits(rnet.activations["first"], first)
     assert same_bits(rnet.activations["last"], net.last.forward(first * 2))
+
+
+def test_what_a_pass_of_another_thread_has_learned_meanwhile_stays() -> None:
+    """Here it ends first, and shows that the layer is overwritten in this setting."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.first(x)
+        result: Tensor = net.last(hidden)
+        if x is plain:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(rnet, torch.randn(3, 4)).result()
+        else:
+            hidden.detach().zero_()
+        return result
+
+    plain = torch.randn(3, 4)
+    rnet = recorder(Net(forward, first=linear(), last=linear()), "first")
+    rnet(plain)
+    x = torch.randn(3, 4)
+    rnet(x)
+    assert same_bits(rnet.activations["first"], rnet.net.first.forward(x))

@@ -705,3 +705,22 @@ def test_what_an_interruption_leaves_of_torchs_modes_does_nothing(monkeypatch):
         assert not net[0]._forward_pre_hooks
     finally:
         left(flow, None, None, None)
+
+
+# What a forward was told; labelling leaves no trace in anything but global variables.
+TOLD: list[float] = []
+
+
+def total_that_grows(net, x):
+    total = x.sum()
+    TOLD.append(total.item())
+    total.add_(1)
+    TOLD.append(total.item())
+    return net.a(x) * total
+
+
+def test_a_value_that_was_written_to_is_told_anew():
+    TOLD.clear()
+    label_net(build(total_that_grows), input_data=DATA)
+    # Made-up answers come later.
+    assert TOLD[:2] == [float(DATA.sum()), float(DATA.sum() + 1)]

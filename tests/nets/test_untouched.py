@@ -439,3 +439,11 @@ def test_a_forward_inside_a_closure_leads_to_the_net_itself(asks: bool) -> None:
     label(net)
     assert net.norm.running_mean is not None
     assert net.norm.running_mean.tolist() == [0] * 4
+
+
+def test_a_number_of_a_weight_that_is_written_behind_the_counters_is_put_back() -> None:
+    net = nn.Linear(64, 64)
+    before = net.weight.detach().clone()
+    with untouched(net):
+        net.weight.data[0, 1] = 7.0
+    assert torch.equal(net.weight, before)

@@ -107,6 +107,17 @@ def watches_nothing(path: Path) -> None:
         copy.deepcopy(rnet.net)(X)
 
 
+def sweeps(path: Path) -> None:
+    x = torch.ones(2, 3, 4)
+    attending().sweep(x, x * 2, torch.mean)  # 1 warning
+
+
+def guards_in_another_kernel(path: Path) -> None:
+    rnet = attending()
+    with torch.no_grad(), rnet.guard():
+        rnet.net(torch.ones(2, 3, 4))  # 1 warning
+
+
 def tracks(path: Path) -> None:
     net = Overwriting()
     with track(net):  # 1 warning
@@ -139,6 +150,8 @@ def guards_gradients(path: Path) -> None:
         collects_from_other_kernels,
         watches,
         watches_nothing,
+        sweeps,
+        guards_in_another_kernel,
         tracks,
         guards,
         guards_gradients,
