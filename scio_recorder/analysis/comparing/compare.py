@@ -376,7 +376,8 @@ class Comparison:
     def open(self, stack: contextlib.ExitStack) -> None:
         """Prepare all networks; when the stack ends, they are as they were before."""
         for net in self._nets:
-            stack.enter_context(untouched(net))
+            # The outermost block puts the random numbers back.
+            stack.enter_context(untouched(net, keep_random=net is not self._nets[0]))
         one, two = self._sides
         calls: Literal["labelled", "any"] = next((x.calls for x in self._networks), "labelled")
         # Of all calls of a pass, nobody knows which inputs belong to the output that differs.

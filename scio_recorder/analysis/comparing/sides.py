@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -127,7 +127,7 @@ class NetworkSide:
         self.knows_inputs = compiled is None
         # All layers that ran; for a compiled recorder, those that it records.
         ran = [row.label for row in self.architecture.values() if row.executed]
-        self.labels = tuple(ran) if compiled is None else self.recorded
+        self.labels = dict.fromkeys(ran if compiled is None else self.recorded)
         self._capture = capture
         # As a sink of the capture: what takes the output of each layer.
         self.receivers: dict[RowIdx, Callable[[Any], None]] = {}
@@ -250,12 +250,15 @@ class RecordingSide:
         self.what = what
         self.knows_inputs = bool(recording.calls.labels)
         self._seen: set[SampleId] = set()
-        # The places of the current samples, and of their rows.
-        self._samples: list[int] = []
+        # The number of each batch of which inputs are kept, by the places of its samples.
+        starts = accumulate(recording.calls.rows, initial=0)
+        self._batches = {range(*ends): number for number, ends in enumerate(pairwise(starts))}
+        # The places of the rows of the current samples, and the batch that these are, if any.
         self._rows: slice | list[int] = []
+        self._batch: int | None = None
         digests = [(label, _kept_digests(recording, label)) for label in recording.reductions]
         self.digests = {label: found for label, found in digests if found is not None}
-        self.labels = (*recording.stored, *self.digests)
+        self.labels = dict.fromkeys([*recording.stored, *self.digests])
         # Layers without values by sample: reduced layers, and digests of others.
         left_out = (label for label in recording if label not in self.labels)
         self.left_out = tuple(self.architecture[label].name for label in left_out)
@@ -271,11 +274,13 @@ class RecordingSide:
 
     def load(self, block: SampleBlock) -> None:
         """Find the places of some samples; their values are read when they are used."""
-        self._samples = [self._places[one] for one in block.ids]
+        samples = [self._places[one] for one in block.ids]
         self._seen.update(block.ids)
-        self._rows = self._rows_of(self._samples)
+        self._rows = self._rows_of(samples)
+        run = _range_of(samples)
+        self._batch = None if run is None else self._batches.get(run)
         if self.recording.has_rows:
-            lengths = self.recording.rows_of_samples().lengths[self._samples].tolist()
+            lengths = self.recording.rows_of_samples().lengths[samples].tolist()
             found = torch.split(self.recording.rows["position"][self._rows].cpu(), lengths)
             # The first side gives the positions that others must have.
             block.positions = block.positions or found
@@ -290,12 +295,9 @@ class RecordingSide:
 
     def inputs(self, label: RowIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known, as for parts of batches."""
-        if label not in self.recording.calls.labels:
+        if self._batch is None or label not in self.recording.calls.labels:
             return None
-        starts = list(accumulate(self.recording.calls.rows, initial=0))
-        batch = bisect_right(starts, self._samples[0]) - 1
-        is_whole = self._samples == list(range(starts[batch], starts[batch + 1]))
-        return self.recording.inputs[label][batch] if is_whole else None
+        return self.recording.inputs[label][self._batch]
 
     def missing(self, ids: Sequence[SampleId]) -> list[SampleId]:
         """Return the ids that the recording lacks."""
@@ -309,12 +311,10 @@ class RecordingSide:
         """Return the places of the rows of samples; consecutive ones as a slice, read at once."""
         places = samples
         if self.recording.has_rows:
-            rows = self.recording.rows_of_samples()
-            every = torch.arange(self.recording.num_rows, device="cpu")
-            places = torch.cat([every[:0], *(every[rows[sample]] for sample in samples)]).tolist()
-        start = places[0] if places else 0
-        run = range(start, start + len(places))
-        return slice(run.start, run.stop) if places == list(run) else places
+            rows = map(self.recording.rows_of_samples().__getitem__, samples)
+            places = [place for own in rows for place in _places_in(own)]
+        run = _range_of(places)
+        return places if run is None else slice(run.start, run.stop)
 
     def _check_positions(
         self, ids: Sequence[SampleId], found: Sequence[Tensor], others: Sequence[Tensor]
@@ -343,6 +343,17 @@ class RecordingSide:
 
 
 Side: TypeAlias = NetworkSide | RecordingSide
+
+
+def _range_of(places: Sequence[int]) -> range | None:
+    """Return consecutive places as a range; None for others."""
+    start = places[0] if places else 0
+    run = range(start, start + len(places))
+    return run if places == [*run] else None
+
+
+def _places_in(rows: slice | Tensor) -> Sequence[int]:
+    return range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
 
 
 def _digests_of(tensor: Tensor) -> Tensor:
