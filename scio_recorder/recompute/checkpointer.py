@@ -281,7 +281,7 @@ def _copy(leaf: Tensor, shrinks: bool) -> Tensor:
 
 
 def _num_bytes(activation: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tensors(activation))
+    return sum(tensor.nbytes for tensor in tensors(activation))
 
 
 def _check_distinct(layers: Sequence[int]) -> None:

@@ -146,9 +146,10 @@ class Collecting(nn.Module):
     def recorded_modules(self) -> LayerMapping[nn.Module]:
         """The modules of the recorded layers, by label; operations have none."""
         rows = map(self.architecture.__getitem__, self.recording)
-        layers = [row for row in rows if not isinstance(row, Operation)]
         found: dict[RowIdx, nn.Module] = {
-            row.label: row.module for row in layers if row.module is not None
+            row.label: row.module
+            for row in rows
+            if row.module is not None and not isinstance(row, Operation)
         }
         return LayerMapping(self.architecture, found, "module")
 
@@ -416,11 +417,10 @@ class Collecting(nn.Module):
         >>> (rnet.parameters_snapshot()["_net.bias"] - before["_net.bias"]).round()
         tensor([1., 1., 1.])
         """
-        copies: dict[int, Tensor] = {}
-        for parameter in self.recorded_params.values():
-            if id(parameter) not in copies:
-                copies[id(parameter)] = parameter.detach().clone().cpu()
-        return {name: copies[id(value)] for name, value in self.recorded_params.items()}
+        parameters = self.recorded_params
+        copies: dict[str, Tensor]
+        copies = map_tensors(lambda one: one.detach().to("cpu", copy=True), parameters)
+        return copies
 
     @contextlib.contextmanager
     def watch(

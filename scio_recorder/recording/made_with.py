@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import dtype_name
 
 
 def made_with(net: nn.Module) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def made_with(net: nn.Module) -> dict[str, Any]:
     found = {
         **versions,
         "net": f"{kind.__module__}.{kind.__qualname__}",
-        "dtypes": sorted({str(one.dtype).removeprefix("torch.") for one in parameters}),
+        "dtypes": sorted({dtype_name(one.dtype) for one in parameters}),
         "devices": sorted({str(one.device) for one in parameters}),
         "attention": private.attention_of(net),
         "training": net.training,

@@ -359,10 +359,10 @@ class SampleReduction(Reduction):
         with self._undisturbed():
             self._add_waiting()
             if self._count == 0:
-                self._adopt(other)
+                self._load(other.state_dict())
                 return
             theirs = self.fresh()
-            theirs._adopt(other)
+            theirs._load(other.state_dict())
             self._check_mergeable(theirs)
             if (device := self._device()) is not None:
                 theirs._place(device)
@@ -535,14 +535,6 @@ class SampleReduction(Reduction):
 
     def _labelled_result(self) -> Any:
         return {label: self._members[label].compute() for label in in_order(self._members)}
-
-    def _adopt(self, other: Self) -> None:
-        """Adopt a copy of another reduction's state, on its device."""
-        other._add_waiting()
-        for name in ("_count", "_shape", "_dtype", *self._state_names):
-            setattr(self, name, copy.deepcopy(getattr(other, name)))
-        for label, member in other._members.items():
-            self._member(label)._adopt(member)
 
     def _device(self) -> torch.device | None:
         found = (value.device for value in self._state().values() if isinstance(value, Tensor))

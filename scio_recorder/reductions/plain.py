@@ -374,7 +374,8 @@ class Fold(SampleReduction):
     _state_names = ("_folded",)
     _takes_complex = True
     _takes_any_shape = True
-    _folded: Any
+    # The accumulator in a list, since it may be None.
+    _folded: list[Any]
 
     def __init__(
         self,
@@ -391,7 +392,8 @@ class Fold(SampleReduction):
         super().__init__(by=by)
 
     def _add(self, samples: Tensor) -> None:
-        self._folded = self._fn(self._folded, samples.clone())
+        (before,) = self._folded or [None]
+        self._folded = [self._fn(before, samples.clone())]
 
     @property
     def why_not_merged(self) -> str | None:
@@ -406,15 +408,16 @@ class Fold(SampleReduction):
     def _join(self, other: Fold) -> None:
         if self._merge is None:
             raise CollectError(self.why_not_merged)
-        self._folded = self._merge(self._folded, other._folded)
+        self._folded = [self._merge(self._folded[0], other._folded[0])]
 
     def _result(self) -> Any:
-        return copy.deepcopy(self._folded)
+        return copy.deepcopy(self._folded[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state, whatever kinds of objects the accumulator consists of."""
+        return copy.deepcopy(super().state_dict())
 
     @classmethod
     def from_recipe(cls, **options: Any) -> Self:
         """Return a fold that can read a state, but can't add data."""
         return super().from_recipe(fn=cannot_go_on, **options)
-
-    def _device(self) -> torch.device | None:
-        return None  # the function decides the device of an accumulator

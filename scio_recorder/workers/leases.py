@@ -85,6 +85,11 @@ def holder_of(medium: Medium, name: str) -> dict[str, Any]:
         return {}
 
 
+def is_gone(medium: Medium, name: str) -> bool:
+    """Whether the holder of a lease, a process of this machine, is known to have ended."""
+    return medium.is_abandoned(name) and holder_of(medium, name).get("machine") == machine()
+
+
 class Lease:
     """The right to write a part; made by `take`.
 
@@ -311,7 +316,7 @@ class Claims:
         """Take a part from a worker that is gone."""
         # Workers that wait for the same parts try them in different orders.
         for part, newest in self._dice.sample(list(self._leases.items()), len(self._leases)):
-            if newest.age >= STALE_AFTER or self._is_abandoned(lease_name(part, newest.number)):
+            if newest.age >= STALE_AFTER or is_gone(self._medium, lease_name(part, newest.number)):
                 lease = self._try(part, newest.number + 1)
                 if self._clock() - self._looked_at > TAKEN_WITHIN:
                     # The look may be too old; see the NOTE.
@@ -321,11 +326,6 @@ class Claims:
                 if lease is not None:
                     return lease
         return None
-
-    def _is_abandoned(self, name: str) -> bool:
-        """Whether the process that put a lease was on this machine and is gone."""
-        is_free = self._medium.is_abandoned(name)
-        return is_free and holder_of(self._medium, name).get("machine") == machine()
 
     def _try(self, part: int, number: int) -> Lease | None:
         """Take a part, unless it is complete or another worker is faster."""

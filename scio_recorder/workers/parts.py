@@ -7,7 +7,6 @@ none waits for another before all parts that can be taken are done.
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import signal
@@ -52,6 +51,7 @@ from scio_recorder.workers.leases import (
     Lease,
     holder_of,
     holding,
+    is_gone,
     lease_name,
     machine,
     newest_leases,
@@ -301,24 +301,14 @@ def progress_of(medium: Medium) -> Progress:
     num_parts = read_description(medium).world_size
     with accessing(medium.path):
         newest, done = newest_leases(medium.names(PREFIX)), set(complete_ranks(medium))
-    holders = [_holder(medium, part, newest[part]) for part in sorted(newest) if part not in done]
-    return Progress(num_parts, len(done), [one for one in holders if one is not None])
-
-
-def _holder(medium: Medium, part: int, number: int) -> Holder | None:
-    name = lease_name(part, number)
-    said = holder_of(medium, name)
-    if not said:
-        return None
-    is_gone = said.get("machine") == machine() and medium.is_abandoned(name)
-    pid, since = int(_number(said, "pid")), _number(said, "since")
-    return Holder(part, str(said.get("host")), pid, since, is_gone)
-
-
-def _number(said: dict[str, Any], key: str) -> float:
-    """Return a number from a holder's description, which is not trusted: 0 if it is invalid."""
-    value = said.get(key)
-    return value if isinstance(value, int | float) and 0 <= value < math.inf else 0.0
+    holders = []
+    for part in sorted(newest.keys() - done):
+        name = lease_name(part, newest[part])
+        # It may have been given back since.
+        if said := holder_of(medium, name):
+            found = said["host"], said["pid"], said["since"]
+            holders.append(Holder(part, *found, is_gone(medium, name)))
+    return Progress(num_parts, len(done), holders)
 
 
 @contextmanager

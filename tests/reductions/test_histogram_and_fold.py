@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,29 @@ def test_fold_whose_accumulator_cannot_be_stored(accumulator: Any, part: str) ->
     fold.update(torch.ones(1))
     with pytest.raises(CollectError, match=rf"holds builtins.{part}, which can't be kept on disk"):
         pack(fold.state_dict())
+
+
+def test_fold_whose_function_returns_nothing() -> None:
+    one, two = (Fold(lambda _, __: None, merge=lambda _, __: None) for _ in range(2))
+    for fold in (one, two):
+        fold.update(torch.ones(1))
+    one.merge(two)
+    two.load_state_dict(one.state_dict())
+    assert one.compute() is None
+    assert two.compute() is None
+
+
+def test_fold_copies_objects_of_any_kind() -> None:
+    def count(numbers: Counter[float] | None, activation: Tensor) -> Counter[float]:
+        numbers = Counter() if numbers is None else numbers
+        numbers.update(activation.tolist())
+        return numbers
+
+    one, two = (Fold(count, merge=lambda own, others: own + others) for _ in range(2))
+    two.update(torch.ones(2))
+    one.merge(two)
+    one.update(torch.ones(1))
+    assert (one.compute(), two.compute()) == (Counter({1.0: 3}), Counter({1.0: 2}))
 
 
 def test_fold_shares_its_functions_with_fresh_ones() -> None:
