@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -161,15 +161,12 @@ class KeptTensor:
         )
 
 
-class KeptValue:
+class KeptValue(NamedTuple):
     """One recorded structure until the pass ends."""
 
-    __slots__ = ("is_tensor", "leaves", "rebuild")
-
-    def __init__(self, leaves: list[KeptTensor], rebuild: Rebuild, is_tensor: bool) -> None:
-        self.leaves = leaves
-        self.rebuild = rebuild
-        self.is_tensor = is_tensor
+    leaves: list[KeptTensor]
+    rebuild: Rebuild
+    is_tensor: bool
 
     def record(self, hold: Hold) -> Recorded:
         """Return the record that is left when the pass has ended."""

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
-from scio_recorder.errors import LayerNotFoundError
 from scio_recorder.layer import (
     DepthIdx,
     Layer,
@@ -276,11 +275,5 @@ class Program:
 
 
 def _distinct_modules(rows: Iterable[Layer]) -> tuple[nn.Module, ...]:
-    found: dict[int, nn.Module] = {}
-    for row in rows:
-        if row.module is None:
-            raise LayerNotFoundError(
-                f"layer {row} has no module: this architecture was read from disk"
-            )
-        found.setdefault(id(row.module), row.module)
+    found: dict[int, Any] = {id(row.module): row.module for row in rows}
     return tuple(found.values())

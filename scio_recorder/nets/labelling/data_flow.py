@@ -32,18 +32,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.errors import FlowError, UnsupportedTorchError
+from scio_recorder.nets import operations
 from scio_recorder.nets.hookable import hooked
+from scio_recorder.nets.operations import LibraryMode
 from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet, separate_copy
 from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 # Frames between the net and the questions that it asks.
-_OWN = (__file__, private.__file__, contextlib.__file__)
+_OWN = (__file__, private.__file__, operations.__file__, contextlib.__file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Torch's modules are part of nets; the rest of torch works on behalf of its caller.
 _TORCH_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
@@ -92,7 +93,7 @@ class _Step(NamedTuple):
     others: tuple[str, ...]
 
 
-class Flow(TorchFunctionMode):
+class Flow(LibraryMode):
     """The path that a pass of a net takes.
 
     Parameters
@@ -133,7 +134,7 @@ class Flow(TorchFunctionMode):
         # For each tensor whose value was asked for, its version then, and the answer.
         self._answered = WeakTensorKeyDictionary()
         self._foreign = 0
-        self._is_on_data = self._is_replay = self._is_followed = False
+        self._is_on_data = self._is_replay = False
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
@@ -141,13 +142,13 @@ class Flow(TorchFunctionMode):
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(hooked(self._net, before=self._enter))
-                self._is_followed = True
+                self.is_paused = False
                 stack.enter_context(private.operations_made_by(self._call_operation))
                 stack.enter_context(self)
                 yield
         finally:
             # An interruption can leave a torch mode active, which must do nothing then.
-            self._is_followed = False
+            self.is_paused = True
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the net once more, and note whether it fails."""
@@ -172,12 +173,8 @@ class Flow(TorchFunctionMode):
         compared = 3 if is_flag else 2
         return [step[:compared] for step in self.steps] != [step[:compared] for step in other.steps]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self._is_followed:
-            return func(*args, **kwargs)
+    def take(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function, and note the step."""
         given = self._note(func, args, kwargs)
         step, self._is_on_data = len(self.steps), any(tensor in self._data for tensor in given)
         result = func(*args, **kwargs)
@@ -222,7 +219,7 @@ class Flow(TorchFunctionMode):
         return tensors
 
     def _call_operation(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._is_followed:
+        if self.is_paused:
             return operation(*args, **kwargs)
         self._is_on_data |= torch.Tag.nondeterministic_seeded in operation.tags
         result = operation(*args, **kwargs)
