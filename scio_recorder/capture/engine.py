@@ -263,8 +263,7 @@ class Capture:
             with self._lock:
                 # From here on a pass of another thread that fails leaves the hooks where they are.
                 RUNNING[id(current)] = RunningPass(self.site, threading.get_ident(), current)
-                on_inputs = current.posts.on_inputs
-                self._hooks.make_ready(self.program.modules_of(on_inputs) if on_inputs else set())
+                self._hooks.make_ready(self.program.modules_of(current.posts.on_inputs))
             if self.options.gradients or current.posts.acts:
                 self._expect_rerun(current)
             local.active = current

@@ -199,11 +199,9 @@ class AroundCompiled(Around):
     record.
     """
 
-    def __init__(self, hook: ModuleHook, with_inputs: set[int], module: nn.Module) -> None:
+    def __init__(self, hook: ModuleHook, module: nn.Module) -> None:
         self.hook = hook
         self.site = hook.site
-        # The indices of the modules whose inputs are looked at: more may come.
-        self._with_inputs = with_inputs
         self._module = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,10 +211,9 @@ class AroundCompiled(Around):
             # hook.
             return self.inner(*args, **kwargs)
         module: Any = self._module()
-        if self.hook.index in self._with_inputs:
-            received = self.hook.before(module, args, kwargs)
-            if received is not None:
-                args, kwargs = received
+        received = self.hook.before(module, args, kwargs)
+        if received is not None:
+            args, kwargs = received
         output = self.inner(*args, **kwargs)
         changed = self.hook.after(module, args, output)
         return output if changed is None else changed
@@ -259,7 +256,7 @@ class Hooks:
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
             elif self._is_newly_compiled(module):
                 self._remove_from(module)
-                AroundCompiled(hook, self._with_inputs, module).put_around(module)
+                AroundCompiled(hook, module).put_around(module)
                 module.register_forward_hook(hook.after_traced)
         for module, hooks in self._own_code:
             # Nothing is seen of compiled code.

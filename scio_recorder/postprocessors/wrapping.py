@@ -40,7 +40,7 @@ class _OnPart(FloatingMap):
     def _put(self, whole: Tensor, where: Any) -> Tensor:
         """Return a tensor with one part changed."""
         refuse_nested(self, whole)
-        where = _on_device(where, whole.device)
+        where = tuple(one.to(whole.device) if isinstance(one, Tensor) else one for one in where)
         try:
             # A copy: post-processors may work in place, and the tensor is the network's own.
             part = whole[where].clone()
@@ -259,7 +259,3 @@ def _index_item(item: Any) -> Any:
             "of these for several dimensions."
         )
     return found
-
-
-def _on_device(where: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    return tuple(one.to(device) if isinstance(one, Tensor) else one for one in where)

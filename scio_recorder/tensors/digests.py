@@ -205,7 +205,8 @@ def _add(digest: xxhash.xxh3_128, tensor: Tensor) -> None:
     digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
     with torch.no_grad():
         for part in plain_parts(tensor.detach()):
-            for piece in _pieces(part):
+            num_bytes = _PIECE_BYTES.get(part.device.type, _OTHER_PIECE_BYTES)
+            for piece in torch.split(as_bytes(part), num_bytes):
                 digest.update(piece.to("cpu", copy=True).numpy().data)
 
 
@@ -238,9 +239,3 @@ def plain_parts(tensor: Any) -> Iterator[Tensor]:
         # A wrapper that does not say what it holds gives its values as a view. Torch 2.8 can't make
         # such a wrapper plain by itself.
         yield tensor.view_as(tensor).as_subclass(Tensor).resolve_conj().resolve_neg()
-
-
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the bytes of a strided tensor, in order."""
-    num_bytes = _PIECE_BYTES.get(tensor.device.type, _OTHER_PIECE_BYTES)
-    yield from torch.split(as_bytes(tensor), num_bytes)

@@ -14,6 +14,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache, partial
+from operator import itemgetter
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -104,7 +105,7 @@ def flatten(value: Any) -> tuple[list[Tensor], Rebuild]:
 def taken_apart(value: Any) -> Apart:
     """Take a structure apart as :func:`flatten` does, and say what its copies share with it."""
     if isinstance(value, Tensor):
-        return Apart(value, [value], _first, [])
+        return Apart(value, [value], itemgetter(0), [])
     leaves: list[Tensor] = []
     slots: dict[int, _Slot] = {}
 
@@ -233,10 +234,6 @@ def is_opened(value: Any) -> bool:
         return False
     functions = FunctionType, BuiltinFunctionType, MethodType
     return not isinstance(value, (torch.Size, *functions, *_OPAQUE))
-
-
-def _first(leaves: Sequence[Any]) -> Any:
-    return leaves[0]
 
 
 class Apart(NamedTuple):
