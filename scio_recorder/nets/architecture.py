@@ -236,19 +236,35 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         >>> label_net(nn.Sequential(nn.ReLU()), input_size=(1, 4))[1].resolve("0")
         (1, 1)
         """
+        rows = self.rows_at(key)
+        labels = [label for label in rows if self._known[label].executed] or [*rows]
+        if not labels:
+            raise LayerNotFoundError(self._explain_absence(key))
+        if len(labels) > 1:
+            raise LayerNotFoundError(_ambiguous(key, labels))
+        return labels[0]
+
+    def rows_at(self, key: object) -> Collection[RowIdx]:
+        """Return the labels of all rows that a key stands for, whether they ran or not.
+
+        Parameters
+        ----------
+        key : object
+            As for :meth:`resolve`; a name, a module and the text of operations may have several.
+
+        Returns
+        -------
+        collection of (int, int) or OperationIdx
+            Empty for anything else.
+        """
         if self.means_operation(key):
-            return self._resolve_operation(key)
+            return self.operations_of(key)
         label = label_of(key)
         if label is not None and label in self._rows:
-            return label
-        name = key
+            return (label,)
         if isinstance(key, nn.Module):
-            name = next((row.name for row in self.values() if row.module is key), None)
-        if isinstance(name, str) and name in self._names:
-            return self._resolve_name(name)
-        if label is not None:
-            raise LayerNotFoundError(no_such_label(label, self))
-        raise LayerNotFoundError(_not_a_key(key, self._names))
+            return [row.label for row in self.values() if row.module is key]
+        return self._names.get(key, ()) if isinstance(key, str) else ()
 
     def means_operation(self, key: object) -> bool:
         """Whether a key or a selector is one of operations: it has a slash, or four parts.
@@ -485,39 +501,32 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         names = [text] if text in self._names else fnmatch.filter(self._names, text)
         return {label for name in names for label in self._names[name]}
 
-    def _resolve_operation(self, key: Any) -> OperationIdx:
-        found = self.operations_of(key)
-        if len(found) == 1:
-            return found[0]
-        if found:
-            shown = few(found, _SHOWN, text_of)
-            raise LayerNotFoundError(
-                f"{key!r} is ambiguous, since it stands for the operations {shown}: write one of "
-                "these"
-            )
-        raise LayerNotFoundError(no_such_operation(key, self))
-
     def _outline(self) -> Outline:
         return outline("Architecture", list(self.values()), None)
 
-    def _resolve_name(self, name: str) -> DepthIdx:
-        labels = self.labels_of(name) or self.rows_of(name)
-        if not labels:
-            raise LayerNotFoundError(
-                f"module {name!r} did not run at labelling, so it has no label: {LABEL_WITH_IT}"
-            )
-        if len(labels) > 1:
-            found = ", ".join(map(text_of, labels))
-            raise LayerNotFoundError(
-                f"the name {name!r} is ambiguous: the module has {len(labels)} calls, {found}; "
-                f"write one of these labels, such as {labels[0]!r}"
-            )
-        return labels[0]
+    def _explain_absence(self, key: Any) -> str:
+        label = label_of(key)
+        if self.means_operation(key):
+            return no_such_operation(key, self)
+        if isinstance(key, str) and key in self._names:
+            return f"module {key!r} did not run at labelling, so it has no label: {LABEL_WITH_IT}"
+        if label is not None:
+            return no_such_label(label, self)
+        if isinstance(key, str):
+            return no_such_name(key, self._names)
+        return _not_a_key(key, self._names)
+
+
+def _ambiguous(key: object, labels: list[RowIdx]) -> str:
+    named = f"the {type(key).__name__} that was given" if isinstance(key, nn.Module) else repr(key)
+    what = "operations" if isinstance(labels[0], OperationIdx) else "calls of a module"
+    return (
+        f"{named} is ambiguous, since it stands for {len(labels)} {what}, "
+        f"{few(labels, _SHOWN, text_of)}: write one of these, such as {text_of(labels[0])!r}"
+    )
 
 
 def _not_a_key(key: object, names: Collection[str]) -> str:
-    if isinstance(key, str):
-        return no_such_name(key, names)
     if isinstance(key, Layer):
         return not_its_label(key)
     if isinstance(key, nn.Module):

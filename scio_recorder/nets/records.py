@@ -178,17 +178,8 @@ class LayerMapping(Mapping["RowIdx", T], Generic[T]):
 
     def _label(self, key: object) -> RowIdx:
         """Resolve a key; the name of a module with several calls will do if only one is here."""
-        rows: Sequence[RowIdx] = ()
-        if self._architecture.means_operation(key):
-            rows = self._architecture.operations_of(key)
-        elif isinstance(key, str):
-            rows = self._architecture.rows_of(key)
-        elif isinstance(key, nn.Module):
-            rows = self._architecture.calls(key)
-        own = [label for label in rows if label in self._values]
-        if len(own) == 1:
-            return own[0]
-        return self._architecture.resolve(key)
+        own = [label for label in self._architecture.rows_at(key) if label in self._values]
+        return own[0] if len(own) == 1 else self._architecture.resolve(key)
 
     def _explain(self, label: RowIdx) -> str:
         layer = self._architecture[label]

@@ -495,16 +495,12 @@ def _none_ran(architecture: Architecture, selector: object, matching: Sequence[R
 
 def _candidates(architecture: Architecture, selector: Any) -> Iterable[RowIdx]:
     """Return the layers that a selector matches, whether they ran or not."""
-    label = label_of(selector)
+    found, label = architecture.rows_at(selector), label_of(selector)
+    is_name = isinstance(selector, str) and selector in architecture.names
+    if found or is_name or isinstance(selector, nn.Module):
+        return found
     if architecture.means_operation(selector):
-        operations = architecture.operations_of(selector)
-        if not operations:
-            raise LayerNotFoundError(no_such_operation(selector, architecture))
-        return operations
-    if label is not None and label in architecture:
-        return [label]
-    if isinstance(selector, str) and selector in architecture.names:
-        return architecture.rows_of(selector)
+        raise LayerNotFoundError(no_such_operation(selector, architecture))
     if isinstance(selector, str) and _GLOB.search(selector):
         return _named(architecture, re.compile(r"\A" + fnmatch.translate(selector)))
     if label is not None:
@@ -516,8 +512,6 @@ def _candidates(architecture: Architecture, selector: Any) -> Iterable[RowIdx]:
     rows = list(architecture.values())
     if isinstance(selector, type) and issubclass(selector, nn.Module):
         return [row.label for row in rows if _is_of(row, selector)]
-    if isinstance(selector, nn.Module):
-        return [row.label for row in rows if row.module is selector]
     if callable(selector) and not isinstance(selector, type):
         return [row.label for row in rows if row.executed and _holds(selector, row)]
     raise _unusable(architecture, selector)

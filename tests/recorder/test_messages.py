@@ -127,7 +127,7 @@ def test_a_module_is_a_key_where_it_has_one_layer(rnet: Recorder) -> None:
     assert torch.equal(twice.activations[shared], torch.ones(1, 2))
     twice.record("0")
     twice(torch.ones(1, 2))
-    with pytest.raises(LayerNotFoundError, match="ambiguous: the module has 2 calls"):
+    with pytest.raises(LayerNotFoundError, match="ambiguous, since it stands for 2 calls"):
         twice.activations[shared]
 
 
