@@ -832,3 +832,17 @@ def test_an_input_that_a_network_differentiates_by_requires_a_gradient_in_labell
     _, architecture = label_net(Net(forward, energy=linear()), input_data=x)
     assert [row.name for row in architecture.values() if row.executed] == ["", "energy"]
     assert x.grad is None
+
+
+# The parts of a network that finds them by a global variable, as no copy can follow.
+PARTS: dict[str, nn.Module] = {}
+
+
+def test_a_network_that_finds_its_parts_by_a_global_variable_runs_itself() -> None:
+    net = Net(lambda _, x: PARTS["norm"](x), norm=nn.BatchNorm1d(4))
+    PARTS["norm"] = net.norm
+    before = copy.deepcopy(net.state_dict())
+    _, architecture = label_net(net, input_size=(3, 4), mode="train")
+    assert [row.name for row in architecture.values() if row.executed] == ["", "norm"]
+    assert architecture["norm"].module is net.norm
+    assert all(map(torch.equal, net.state_dict().values(), before.values()))

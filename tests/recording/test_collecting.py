@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import Recorder, open_recording, reductions
-from scio_recorder.errors import CollectError, FlowError, SelectorTypeError, UnsupportedNetError
+from scio_recorder.errors import (
+    CollectError,
+    FlowError,
+    RecordingError,
+    SelectorTypeError,
+    UnsupportedNetError,
+)
+from scio_recorder.stores import StoreWriter
 
 
 class Net(nn.Module):
@@ -240,6 +248,30 @@ def test_a_reduction_that_holds_a_part_of_a_pass_is_not_handed_out(tmp_path: Pat
     with pytest.raises(CollectError, match="holds a part of that pass"):
         _ = held[0].recording
     assert not [*(tmp_path / "run").glob("chunk-*")]
+
+
+def test_a_pass_that_was_reduced_and_could_not_be_committed_is_part_of_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = Net().eval()
+    rnet = recorder(net)
+    commit, numbers = StoreWriter.commit, itertools.count()
+
+    def commit_but_one(writer: StoreWriter, *given: Any, **options: Any) -> None:
+        if next(numbers) == 1:
+            raise RecordingError("the disk is full")
+        commit(writer, *given, **options)
+
+    def run() -> None:
+        with rnet.collecting(reduce=reductions.Mean(), store=None):
+            net(torch.ones(2, 4))
+            with pytest.raises(RecordingError, match="full"):
+                net(torch.zeros(2, 4))
+            net(torch.ones(2, 4))
+
+    monkeypatch.setattr(StoreWriter, "commit", commit_but_one)
+    with pytest.raises(CollectError, match="holds a part of that pass"):
+        run()
 
 
 class Stop(BaseException):
