@@ -221,3 +221,24 @@ def test_traced_tensors_are_no_wrappers() -> None:
             rnet(mode.from_tensor(torch.ones(3, 4)))
             assert rnet.activations["0"].shape == (3, 4)
             assert inner_tensors(rnet.activations["0"])[0] is rnet.activations["0"]
+
+
+@pytest.mark.parametrize("kind", ["own", "told", "nested"])
+def test_a_tensor_inside_that_nothing_counts_is_copied(kind: str) -> None:
+    """It was made in inference mode, and the wrapper around it was not."""
+    net, rnet = recorded(kind, "")
+    make = net.layer._wrap
+
+    def wrap(tensor: Tensor) -> Any:
+        with torch.inference_mode():
+            inner = tensor.clone()
+        return make(inner)
+
+    net.layer._wrap = wrap
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for write in ("", "", "uncounted"):
+            net.write = write
+            rnet(x)
+    read = WRAPPERS[kind][1](rnet.activations["layer"])
+    assert oracle.same_bits(read, x * 2)
