@@ -7,6 +7,7 @@ Activation Patching At Industrial Scale", 2023).
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections import Counter
@@ -49,6 +50,7 @@ from scio_recorder.postprocessors.floating_map import describe
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import booleans
 from scio_recorder.tensors.copies import is_dense, twin, with_float64
+from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Positions: TypeAlias = Literal["all"] | Iterable[int] | None
+# The number of values of an output that are compared.
+_SAMPLED = 4096
 # Takes a layer's output, and returns what the network goes on with; None for the same.
 _Replace: TypeAlias = Callable[[RowIdx, Any], Any]
 
@@ -264,10 +268,13 @@ class _Runs:
 
     def __init__(self, capture: Capture, metric: Any) -> None:
         self.architecture, self.labels = capture.architecture, capture.recording
+        self.in_order = self.architecture.in_order(self.labels)
         self._net, self._program = capture.net, capture.program
-        self._metric = metric
+        self.metric = metric
         # Copies of what the layers return in the clean run, which is the first.
         self.outputs: dict[RowIdx, Any] = {}
+        # Digests of what the last layer returned in each run in which that is known.
+        self.last_outputs: list[str] = []
         self._specs: dict[RowIdx, Any] = {}
         self._counts: Counter[int] = Counter()
         self._has_run = False
@@ -290,7 +297,7 @@ class _Runs:
             self._capture.remove()
 
     def run(self, inputs: Inputs, replace: _Replace) -> Any:
-        """Run the network on inputs, and return what the metric makes of its output."""
+        """Run the network on inputs, and return its output."""
         if self._has_run:
             self.state.put_back()
         self._has_run = True
@@ -298,7 +305,7 @@ class _Runs:
         args, kwargs = map_tensors(twin, inputs) if torch.is_grad_enabled() else inputs
         self._counts, self._replace = Counter(), replace
         if self._capture is not None:
-            return self._metric(self._run_pass(self._capture, args, kwargs, replace))
+            return self._run_pass(self._capture, args, kwargs, replace)
         output = self._net(*args, **kwargs)
         self._replace = None
         wrong = self._program.wrong_calls(self._counts)
@@ -308,7 +315,7 @@ class _Runs:
                 f"at labelling: {'; '.join(wrong)}. Label the net as it is used (mode=, "
                 "input_data=), or record other layers"
             )
-        return self._metric(output)
+        return output
 
     def _run_pass(self, capture: Capture, args: Any, kwargs: Any, replace: _Replace) -> Any:
         posts = [partial(replace, label) for label in self._program.order]
@@ -341,25 +348,56 @@ class _Runs:
                 "can be patched: give both runs inputs of one shape (texts of equally many "
                 "tokens), or record other layers"
             )
+        self.note(at, output)
+
+    def note(self, at: RowIdx, output: Any) -> None:
+        """Note what the last of the layers returns before it is patched."""
+        if at == self.in_order[-1]:
+            self.last_outputs.append(digest_of(output))
 
 
 def _patched(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions) -> Effects:
     """Return the metric of a run for each layer and position."""
 
-    def patch(patched_at: RowIdx, position: int | None) -> _Replace:
-        return lambda at, output: (
-            patched(output, runs.outputs[at], position) if at == patched_at else None
-        )
+    def patch(patched_at: RowIdx, position: int | None, at: RowIdx, output: Any) -> Any:
+        if at != patched_at:
+            return None
+        runs.note(at, output)
+        return patched(output, runs.outputs[at], position)
 
-    first = _number(runs.run(clean, runs.check))
+    output = runs.run(clean, runs.check)
+    first, from_clean = _number(runs.metric(output)), _digests(output)
     chosen = _places(runs.architecture, runs.outputs, positions)
-    before = _number(runs.run(corrupted, runs.check))
+    output = runs.run(corrupted, runs.check)
+    before, from_corrupted = _number(runs.metric(output)), _digests(output)
     places: Sequence[int | None] = [None] if chosen is None else chosen
-    values = [
-        [_number(runs.run(corrupted, patch(at, position))) for position in places]
-        for at in runs.labels
-    ]
-    again = _number(runs.run(corrupted, runs.check))
+    found: dict[Any, float] = {}
+    for key in itertools.product(runs.in_order, places):
+        output = runs.run(corrupted, partial(patch, *key))
+        found[key] = _number(runs.metric(output))
+    # State that was missed shows when a run is made again. The last one may have been: up to the
+    # last layer with corrupted values, and from there on with clean ones.
+    known = zip(from_clean, from_corrupted, strict=True)
+    are_known = [one in pair for one, pair in zip(_digests(output), known, strict=True)]
+    was_known = runs.last_outputs[1] == runs.last_outputs[-1] and found[key] == first
+    if chosen is not None or not was_known or not all(are_known):
+        _run_again(runs, corrupted, before)
+    rows = [[found[at, position] for position in places] for at in runs.labels]
+    table = torch.tensor(rows, dtype=torch.float64, device="cpu")
+    table = table[:, 0] if chosen is None else table
+    return Effects(runs.architecture, runs.labels, chosen, table, first, before)
+
+
+def _digests(output: Any) -> list[str]:
+    """Return a digest of some values of each tensor of an output."""
+    # Reading all values could take longer than another run.
+    dense = [one.detach() for one in tensors(output) if is_dense(one)]
+    return [digest_of(one.flatten()[:: 1 + one.numel() // _SAMPLED]) for one in dense]
+
+
+def _run_again(runs: _Runs, corrupted: Inputs, before: float) -> None:
+    """Refuse a network whose metric is another one when it runs again."""
+    again = _number(runs.metric(runs.run(corrupted, runs.check)))
     if before != again and not (math.isnan(before) and math.isnan(again)):
         raise ComparisonError(
             f"the metric of the corrupted run was {before} at first, and {again} when it ran again "
@@ -367,9 +405,6 @@ def _patched(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions
             "a global variable or an iterator. Effects of layers can't be told from that: keep "
             "such state in attributes of the network"
         )
-    table = torch.tensor(values, dtype=torch.float64, device="cpu")
-    table = table[:, 0] if chosen is None else table
-    return Effects(runs.architecture, runs.labels, chosen, table, first, before)
 
 
 def _number(value: Any) -> float:
@@ -559,9 +594,9 @@ def _estimated(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positio
         return copies
 
     # Kernels may differ where gradients are asked for: both runs use the same.
-    first = _number(runs.run(clean, share))
+    first = _number(runs.metric(runs.run(clean, share)))
     chosen = _places(runs.architecture, runs.outputs, positions)
-    value = runs.run(corrupted, share)
+    value = runs.metric(runs.run(corrupted, share))
     before = _number(value)
     if not isinstance(value, Tensor) or not value.requires_grad:
         raise ComparisonError(

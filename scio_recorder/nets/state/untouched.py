@@ -387,6 +387,8 @@ class NetState:
         self._hooks_before = [*map(dict, self._hooks)]
         noted_apart = {*map(id, self._hooks)}
         self._containers: list[tuple[Any, Any, list[Any], list[Any]]] = []
+        # Built-in containers without items, of which modules have many.
+        self._empty: list[Any] = []
         self._members: list[tuple[Any, str, Any]] = []
         self._states: list[tuple[Any, Callable[[Any, Any], None], Any]] = []
         self._opaque: list[tuple[Found, Any]] = []
@@ -396,7 +398,10 @@ class NetState:
                 # The items, or the keys and the values.
                 mapped = kind.base.values(value) if kind.base in _MAPPINGS else ()
                 items = [*kind.base.__iter__(value)]
-                self._containers.append((value, kind.base, items, [*mapped]))
+                if items or type(value) is not kind.base:
+                    self._containers.append((value, kind.base, items, [*mapped]))
+                else:
+                    self._empty.append(value)
             for name in kind.members:
                 self._members.append((value, name, _member(value, name)))
             for read, put_back in kind.states:
@@ -443,6 +448,8 @@ class NetState:
         """
         if self._hooks != self._hooks_before:
             self._put_back_hooks()
+        for value in filter(None, self._empty):
+            value.clear()
         for value, base, items, mapped in self._containers:
             if (
                 base.__len__(value) != len(items)
