@@ -306,10 +306,10 @@ class ReducingIntake(LayerIntake):
         """Refuse a batch that counts in part, if a reduction would read all of it."""
         for reduction in self.reductions:
             # Reductions of this library can leave rows out.
-            if reduction.reads_batch and not isinstance(reduction, SampleReduction):
+            if not isinstance(reduction, SampleReduction):
                 raise CollectError(
-                    f"{reduction!r} of layer {self.layer} reads the batch, of which some samples "
-                    "don't count: they are durable already (give the earlier batch size, or one "
+                    f"{reduction!r} of layer {self.layer} may read the batch, and some samples of "
+                    "it don't count: they are durable already (give the earlier batch size, or one "
                     "that divides it), or a sampler has repeated them (give it drop_last=True)"
                 )
 

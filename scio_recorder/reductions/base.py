@@ -108,11 +108,6 @@ class Reduction(abc.ABC):
         """
 
     @property
-    def reads_batch(self) -> bool:
-        """Whether `update` looks at the loader's batch; your own reduction may."""
-        return True
-
-    @property
     def keeps_rows(self) -> bool:
         """Whether the result has an entry for each row, so that what is known of rows is kept."""
         return False
@@ -427,11 +422,6 @@ class SampleReduction(Reduction):
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             self.reset()
             raise RecordingError(f"the state of {self!r} is damaged: {error!r:.200}") from error
-
-    @property
-    def reads_batch(self) -> bool:
-        """Whether `update` looks at the loader's batch, as it does with ``by``."""
-        return self._by is not None
 
     @property
     def recipe(self) -> dict[str, Any]:

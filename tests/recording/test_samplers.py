@@ -178,7 +178,7 @@ class Peeking(Reduction):
 
 def test_what_sees_whole_batches_refuses_repeats(tmp_path):
     data = Numbers(7)
-    with pytest.raises(CollectError, match=r"Peeking.*reads the batch.*drop_last=True"):
+    with pytest.raises(CollectError, match=r"Peeking.*may read the batch.*drop_last=True"):
         recorder().collect(distributed(data, 1, 2, 2), store=f"disk:{tmp_path}/a", reduce=Peeking())
     with pytest.raises(CollectError, match=r"repeats.*whole batches.*drop_last"):
         recorder(inputs=True).collect(distributed(data, 0, 2, 2), store=f"disk:{tmp_path}/b")
