@@ -213,22 +213,11 @@ class Collection:
     def begin(self, batch: Any, inputs: Inputs, *, is_taken: bool = True) -> bool:
         """Go on to a batch, and return whether it is to be taken and is not durable already."""
         self._check_trusted()
-        feed, durable = self.feed, self._durable
+        durable, with_inputs = self._durable, self.layers.with_inputs
         rows = self._rows_of(batch, inputs, is_taken)
         self._is_taken = is_taken and (self._continuing is None or self._continuing.is_taken)
-        ids: Ids = ()
-        number = skip = 0
-        # Given ids need no running index, and continued samples have theirs.
-        if (self._is_taken or feed.is_numbering) and (rows is None or rows.num_samples):
-            is_first = rows is None and feed.number == 0
-            shapes = self._source(batch, inputs).shapes_at_labelling() if is_first else []
-            if is_first and self.asked.sample_ids is None:
-                advice.refuse_sample(shapes, inputs)
-            ids, number = feed.ids(batch, inputs, None if rows is None else rows.num_samples)
-            if is_first:
-                self._labelled = advice.labelled_number(shapes, number)
-            if self._is_taken:
-                skip = durable.num_to_skip(ids, by_batches=self.layers.with_inputs)
+        ids, number = self._ids_of(batch, inputs, rows)
+        skip = durable.num_to_skip(ids, by_batches=with_inputs) if self._is_taken else 0
         rows = rows or BatchRows.of_samples(number, self._labelled)
         num_repeats = number - len(ids)
         own = rows.of_some(0, rows.num_samples - num_repeats) if num_repeats else rows
@@ -238,7 +227,7 @@ class Collection:
         kept = own.of_some(skip, own.num_samples) if skip else own
         is_part = bool(skip or num_repeats)
         start = self._writer.start
-        self._current = CurrentBatch(batch, feed.number, ids, kept, skip, is_part, start)
+        self._current = CurrentBatch(batch, self.feed.number, ids, kept, skip, is_part, start)
         return self._is_taken and not (is_durable or durable.is_complete)
 
     def _rows_of(self, batch: Any, inputs: Inputs, is_taken: bool) -> BatchRows | None:
@@ -250,6 +239,23 @@ class Collection:
         if self._continuing is None:
             return kind.of(source)
         return self._continuing.rows(kind, source, self._durable.samples_come, is_taken=is_taken)
+
+    def _ids_of(self, batch: Any, inputs: Inputs, rows: BatchRows | None) -> tuple[Ids, int]:
+        """Return the ids of a batch's samples, and their number with repeats at the end."""
+        is_counted = self._is_taken or self.feed.is_numbering
+        if not is_counted or (rows is not None and not rows.num_samples):
+            # Given ids need no running index, and continued samples have theirs.
+            return (), 0
+        if rows is not None:
+            return self.feed.ids(batch, inputs, rows.num_samples)
+        is_first = self.feed.number == 0
+        shapes = self._source(batch, inputs).shapes_at_labelling() if is_first else []
+        if is_first and self.asked.sample_ids is None:
+            advice.refuse_sample(shapes, inputs)
+        ids, number = self.feed.ids(batch, inputs)
+        if is_first:
+            self._labelled = advice.labelled_number(shapes, number)
+        return ids, number
 
     def _source(self, batch: Any, inputs: Inputs) -> Source:
         """Return where the entries of a batch are looked up."""
