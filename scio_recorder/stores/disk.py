@@ -387,7 +387,7 @@ def _name_in_chunk(key: RowIdx | str) -> str:
     return row_column(key) if isinstance(key, str) else text_of(key)
 
 
-def check_shards(architecture: Architecture, settings: dict[str, Any], store: Any) -> None:
+def check_shards(architecture: Architecture, settings: dict[str, Any], store: Disk) -> None:
     """Refuse to write shards that could not be put together again.
 
     Call it before all passes, and once the first pass has shown which layers are shards. The first

@@ -145,9 +145,10 @@ def expect(value: Any, kind: type[_T]) -> _T:
 
 
 def _depth(value: Any) -> int:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return 1 + max(map(_depth, value), default=0) if isinstance(value, list | tuple) else 0
+    values = value.values() if isinstance(value, dict) else value
+    # There can be many ids, and few of a file's values have others in them.
+    inner = [one for one in values if isinstance(one, (list, tuple, dict))]
+    return 1 + max(map(_depth, inner), default=0)
 
 
 def table_to_json(table: Table) -> list[JSON]:
