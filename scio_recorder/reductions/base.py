@@ -390,7 +390,7 @@ class SampleReduction(Reduction):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state: tensors, numbers, strings, lists and dicts of these."""
-        with undisturbed("cpu"):
+        with self._undisturbed():
             self._add_waiting()
         state: dict[str, Any] = {"construction": self.recipe, "count": self._count}
         if not self._count:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from scio_recorder.reductions import Covariance
 from tests.reductions.test_interface import DATA, LABELS, Make, every, plain_and_by_class
 
 pytestmark = [
@@ -44,3 +45,16 @@ def test_on_the_device_and_from_one_to_another(make: Make, options: dict[str, ob
         twice.merge(on_cpu)
     on_gpu.merge(on_cpu)
     assert_near(on_gpu.compute(), twice.compute(), "cuda")
+
+
+def test_a_state_is_as_exact_as_a_result_under_autocast() -> None:
+    data = torch.randn(600, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    covariance = Covariance()
+    with torch.autocast("cuda", dtype=torch.float16):
+        covariance.update(data)
+        # Rows that wait in a buffer are multiplied here.
+        state = covariance.state_dict()
+    restored = Covariance()
+    restored.load_state_dict(state)
+    found = restored.compute().covariance.double()
+    torch.testing.assert_close(found, data.double().T.cov(), rtol=0.0, atol=1e-6)
