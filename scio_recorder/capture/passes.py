@@ -289,8 +289,8 @@ class Pass:
         """
         program, log = self.program, self.log
         modules, is_as_labelled = log[::3], True
-        if self.called_in_other_threads and not program.counts_calls:
-            raise FlowError(f"the records of this pass lack calls.{self._explain_threads()}")
+        if not program.counts_calls:
+            self._refuse_unseen_calls()
         self._positions = range(len(modules))
         if self._misnamed:
             raise FlowError(
@@ -323,6 +323,20 @@ class Pass:
         wanted = Records(program.architecture, shown, "input") if program.options.inputs else None
         attention = AttentionRecords(program.architecture, program.attention, received, entries)
         return Ended(activations, wanted, attention)
+
+    def _refuse_unseen_calls(self) -> None:
+        """Refuse calls that no hook has seen, in a pass whose calls are not counted."""
+        lacks = "the records of this pass lack calls."
+        if self.called_in_other_threads:
+            raise FlowError(f"{lacks}{self._explain_threads()}")
+        unseen = self.program.inside_compiled_parts()
+        if unseen:
+            raise FlowError(
+                f"{lacks} A compiled part of the network runs "
+                f"{few(self.program.layers_of(unseen), 4)}, and compiled code ignores hooks that "
+                "are added later: record that part, or compile the recorder instead, as in "
+                "rnet.compile()"
+            )
 
     def learn(self) -> None:
         """Let later passes in this setting keep things as this pass has shown to be right."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention_calls import find_attention
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
+from scio_recorder.tensors import private
 
 CopyPolicy = Literal["auto", "always", "never"]
 
@@ -194,8 +196,11 @@ class Program:
     @cached_property
     def names(self) -> dict[int, str]:
         """The names of the network's modules, by ``id``."""
-        root = self.architecture[0, 1].module
-        return {} if root is None else {id(one): name for name, one in root.named_modules()}
+        return {id(one): name for name, one in self._root.named_modules()}
+
+    @property
+    def _root(self) -> Any:
+        return self.architecture[0, 1].module
 
     def wrong_calls(
         self, seen: Mapping[int, int], before: int | None = None, *, of_functions: bool = True
@@ -236,6 +241,17 @@ class Program:
         """Return the indices of the modules of layers, leaving operations out."""
         found = {self.expected[self.labels.index(label)] for label in labels}
         return {index for index in found if index < len(self.modules)}
+
+    def inside_compiled_parts(self) -> set[int]:
+        """Return the entries whose calls run in compiled parts of the network, unseen by hooks."""
+        if private.DYNAMO not in sys.modules:
+            return set()
+        parts = [one for one in self._root.modules() if private.is_compiled(one)]
+        inside = {id(one) for part in parts for one in part.modules() if one is not part}
+        entries = {index for index, one in enumerate(self.modules) if id(one) in inside}
+        compiled = inside | {id(part) for part in parts}
+        own_code = [own.calls for own in self.functions if id(own.module) in compiled]
+        return entries.union(*[names.values() for calls in own_code for names in calls])
 
     def _encoders(self) -> list[nn.Module]:
         """Return the encoders around recorded own code.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
-from scio_recorder.errors import PostprocessorError, RecorderError
+from scio_recorder.errors import FlowError, PostprocessorError, RecorderError
 from scio_recorder.postprocessors import OnInput
 from tests.rotation import one_in
 from tests.zoo.base import linear
@@ -109,6 +109,26 @@ def test_compiled_part_of_an_eager_net_is_not_silently_missing() -> None:
             truth = net[1][0].forward(net[0].forward(x))
             torch.testing.assert_close(rnet.activations["1.0"], truth)
     assert missing == "" or "1.0" in missing
+
+
+@DYNAMO_READS_GRAD
+@pytest.mark.parametrize("selector", ["1.0", "1.1/relu", "1/add"])
+def test_calls_in_a_compiled_part_are_missed_by_no_tuple(selector: str) -> None:
+    class Part(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.add(super().forward(x), 1)
+
+    net = nn.Sequential(linear(), Part(linear(), nn.ReLU()))
+    rnet = recorder(net)
+    rnet.record(selector, "1", calls="any")
+    x = torch.randn(3, 4)
+    rnet(x)
+    assert len(rnet.activations[selector]) == 1
+    net[1].compile(backend="eager")
+    with pytest.raises(FlowError, match="compiled part of the network runs"):
+        rnet(x)
+    rnet.record("1", calls="any")
+    assert torch.equal(rnet(x), rnet.activations["1"][0])
 
 
 def _hash(x: Tensor) -> int:
