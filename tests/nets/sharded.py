@@ -35,7 +35,7 @@ from scio_recorder import (
     layer,
     open_recording,
 )
-from scio_recorder.errors import ComparisonError, ShardWarning
+from scio_recorder.errors import ShardWarning
 from scio_recorder.stores import Disk
 
 CPU = torch.device("cpu")
@@ -470,8 +470,11 @@ def compare_operations_in_step(data: Tensor) -> None:
     assert first is not None
     assert first.operation is not None
     assert first.operation.name == "0/add:0"
-    with pytest.raises(ComparisonError, match="give all processes the same batches"):
-        scio_recorder.compare(*both, [data], atol=9.0 * dist.get_rank(), operations=True)
+    # One sees no difference, and runs them with the other.
+    tolerant = dist.get_rank() == 1
+    first = scio_recorder.compare(*both, [data], atol=9.0 * tolerant, operations=True).first
+    assert (first is None) == tolerant
+    assert first is None or (first.operation and first.operation.name == "0/add:0")
 
 
 KEPT_WHOLE = {

@@ -482,29 +482,19 @@ class Comparison:
         self._examined = first
         if pair and isinstance(pair.reference, Operation) and isinstance(pair.partner, Operation):
             self._operations, pair = OperationPair(pair.reference, pair.partner), None
-        runs_again = self._all_run_again(pair is not None)
-        if first is None or pair is None or not runs_again:
+        # All processes that run a network in step run it again, or none does.
+        are_done = [InStep(side.net).all(pair is None) for side in self._networks]
+        if all(are_done):
             return
         for state in states:
             state.put_back()
         one, two = self._networks
-        codes = self._in_turn(
-            partial(one.trace, block, pair.reference), partial(two.trace, block, pair.partner)
+        mine, theirs, _ = pair or self._compared[0]
+        own, other = self._in_turn(
+            partial(one.trace, block, mine), partial(two.trace, block, theirs)
         )
-        self._operations = first_operations(
-            *codes, self._tolerance, received_same=first.inputs_equal is True
-        )
-
-    def _all_run_again(self, here: bool) -> bool:
-        """Whether to run the networks again: all processes that run them in step do, or none."""
-        processes = [InStep(side.net) for side in self._networks]
-        if all(some.all(not here) for some in processes):
-            return False
-        if not all(some.all(here) for some in processes):
-            raise ComparisonError(
-                "some of the processes that run the networks together see an earlier first "
-                "difference in this batch than before, and others don't, but all must run them "
-                "again to find the operation: give all processes the same batches, or leave "
-                "operations=True out"
+        if first is not None and pair is not None:
+            received_same = first.inputs_equal is True
+            self._operations = first_operations(
+                own, other, self._tolerance, received_same=received_same
             )
-        return True
