@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from scio_recorder.display.outline import visible
 from scio_recorder.errors import ArgumentError, RecordingError, needing
 from scio_recorder.layer import Layer
 from scio_recorder.recording.readable import Readable
@@ -97,7 +98,7 @@ def columns_of(recording: Readable) -> list[ExportedColumn]:
     # A layer's label, and its qualified name if it has one: ``1-3_layer4.relu``.
     names = ["_".join(filter(None, [str(layer.label), layer.name])) for layer in layers]
     columns = [
-        ExportedColumn(_writable(name), recording[layer.label], layer)
+        ExportedColumn(visible(name), recording[layer.label], layer)
         for name, layer in zip(names, layers, strict=True)
     ]
     if not columns:
@@ -106,7 +107,7 @@ def columns_of(recording: Readable) -> list[ExportedColumn]:
             'reduce=, as in reduce={"features.*": Mean()}; results of reductions are recording[key]'
         )
     rows = recording.rows.items()
-    columns += [ExportedColumn(_writable(name), samples) for name, samples in rows]
+    columns += [ExportedColumn(visible(name), samples) for name, samples in rows]
     names = [SAMPLE_ID, *(column.name for column in columns)]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -118,11 +119,6 @@ def columns_of(recording: Readable) -> list[ExportedColumn]:
         if not column.samples.shape[1:].numel():
             raise ArgumentError(f"{column} has no values, so it can't be exported: leave it out")
     return columns
-
-
-def _writable(name: str) -> str:
-    """Escape what other libraries end names at, or can't encode."""
-    return name.replace("\0", "\\0").encode(errors="backslashreplace").decode()
 
 
 def about(recording: Readable, columns: Sequence[ExportedColumn]) -> dict[str, Any]:

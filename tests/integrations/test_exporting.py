@@ -401,7 +401,7 @@ def test_names_at_which_other_libraries_stop_are_escaped(tmp_path, name):
     rnet = Recorder(net, input_size=(1, 2))
     rnet.record("1-1")
     recording = rnet.collect([torch.ones(3, 2)], progress=False)
-    wanted = "1-1_" + {"a\0b": r"a\0b", "\ud800": r"\ud800"}[name]
+    wanted = "1-1_" + {"a\0b": r"a\x00b", "\ud800": r"\ud800"}[name]
     assert recording.to_arrow().read_all()[wanted].to_pylist() == [[1, 1]] * 3
     assert recording.to_datasets(tmp_path / "set")[wanted] == [[1, 1]] * 3
     assert quote(wanted, safe="") in recording.to_zarr(tmp_path / "zarr")
