@@ -16,7 +16,7 @@ from scio_recorder.capture.checkpoint_regions import Rerun, Reruns, is_rerun
 from scio_recorder.capture.compiled import CompiledPass
 from scio_recorder.capture.gradients import GradientHooks, Gradients
 from scio_recorder.capture.hooks import RUNNING, TRACED, Hooks, RunningPass, Site
-from scio_recorder.capture.keeping import INPUT, OUTPUT, Setting, Settings
+from scio_recorder.capture.keeping import Setting, Settings
 from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Program, RecordOptions, Sink
 from scio_recorder.capture.watch import Watcher
@@ -296,11 +296,9 @@ class Capture:
             latest = self._latest
             latest.activations, latest.inputs, latest.attention = activations, inputs, attention
             if self.options.copy == "auto":
-                activations.copy_from_now_on = partial(current.setting.copy, OUTPUT)
-                if inputs is not None:
-                    inputs.copy_from_now_on = partial(current.setting.copy, INPUT)
-                if attention is not None:
-                    attention.copy_from_now_on = current.setting.copy_attention
+                for records in (activations, inputs, attention):
+                    if records is not None:
+                        records.copy_from_now_on = current.setting.copy
             latest.gradients = current.gradients
             latest.state = CallStates(current.moments, current.posts.functions)
             received = inputs or Records(self.architecture, what="input")

@@ -121,15 +121,12 @@ class Setting:
             ]
             self.kinds, self.is_fast = kinds, all(self.fast)
 
-    def copy(self, what: int, label: RowIdx) -> None:
-        """Copy a layer's output or inputs, from the next pass on."""
-        self.learn(self.kinds, [(what, self._program.labels.index(label), COPY)])
-
-    def copy_attention(self, layer: RowIdx) -> None:
-        """Copy what a layer's attention is computed from, from the next pass on."""
-        for row in self._program.attention[layer[0], layer[1]]:
-            self.copy(OUTPUT, row.label)
-            self.copy(INPUT, row.label)
+    def copy(self, label: RowIdx) -> None:
+        """Copy what is kept of a layer, and of its attention, from the next pass on."""
+        calls = self._program.attention.get((label[0], label[1]), ())
+        rows = {label, *(row.label for row in calls)}
+        places = [at for at, own in enumerate(self._program.labels) if own in rows]
+        self.learn(self.kinds, [(what, at, COPY) for what in (OUTPUT, INPUT) for at in places])
 
 
 class KeptTensor:

@@ -187,11 +187,7 @@ def selector_for(architecture: Architecture, label: RowIdx, among: Collection[Ro
     """
     row = architecture[label]
     glob = glob_of(row.name)
-    found: Collection[RowIdx] = architecture.operations_of(glob)
-    if not isinstance(row, Operation):
-        names = fnmatch.filter(architecture.names, glob)
-        found = [at for name in names for at in architecture.rows_of(name)]
-    kinds = {_kind(architecture[at]) for at in found if at in among}
+    kinds = {_kind(architecture[at]) for at in _candidates(architecture, glob) if at in among}
     return (glob if kinds == {_kind(row)} else row.name) or text_of(row.label)
 
 
