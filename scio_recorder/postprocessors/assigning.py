@@ -19,7 +19,7 @@ from scio_recorder.postprocessors.floating_map import check_postprocessor
 from scio_recorder.postprocessors.knockout import Knockout
 from scio_recorder.postprocessors.wrapping import Heads, OnInput
 from scio_recorder.tensors.arguments import takes
-from scio_recorder.tensors.structures import flatten, map_tensors
+from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 
 # Names of attentions, and of the projections that make their queries, keys and values.
 _ATTENTION = re.compile("attn|attention|multihead|mha", re.IGNORECASE)
@@ -343,11 +343,10 @@ class Assigned:
 
 def _kinds(output: Any) -> _Kinds:
     """Return the shape and dtype of each tensor."""
-    leaves = [output] if isinstance(output, Tensor) else flatten(output)[0]
     # A description takes much longer, and only nested tensors need one.
     return [
         (describe(leaf).shape if leaf.is_nested else tuple(leaf.shape), leaf.dtype)
-        for leaf in leaves
+        for leaf in tensors(output)
     ]
 
 

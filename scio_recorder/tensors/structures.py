@@ -57,8 +57,6 @@ _HIDING = (torch.UntypedStorage, memoryview, torch.Future)
 # Built-in bases in the order in which they are tried: each creates and fills its own subclasses.
 _DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
 _CONTAINERS: tuple[Any, ...] = (*_DICTS, list, SimpleNamespace)
-# The bases without attributes.
-_BARE = (dict, list)
 # Views of dictionaries: the kind of dictionary, and the name of the method.
 _VIEWS: dict[type, tuple[Any, str]] = {
     type(getattr(base(), name)()): (base, name)
@@ -350,8 +348,6 @@ class _Copy:
             for key, item in base.items(value):
                 base.__setitem__(new, key, self.of(item, is_inside))
                 self.shared.append(Shared(value, key))
-        if kind in _BARE:
-            return new
         return self._with_attributes(new, value, is_inside or not is_container)
 
     def _with_attributes(self, new: Any, old: Any, is_inside: bool) -> Any:
