@@ -201,11 +201,13 @@ class BatchRows:
         values : torch.Tensor
             The layer's values.
         """
-        if self.index is None or (place.dtype, place.device) != (values.dtype, values.device):
-            place.copy_(self.choose(values), True)  # does not wait for a GPU
-            return
-        lines = values.flatten(0, len(self.shape) - 1)
-        torch.index_select(lines, 0, self._index_beside(lines), out=place)
+        if self.are_whole_batch:
+            place.copy_(values, True)  # does not wait for a GPU
+        elif self.index is None or (place.dtype, place.device) != (values.dtype, values.device):
+            place.copy_(self.choose(values), True)
+        else:
+            lines = values.flatten(0, len(self.shape) - 1)
+            torch.index_select(lines, 0, self._index_beside(lines), out=place)
 
     def labels(self, given: Any) -> list[Any]:
         """Return the label of each row, given those of a batch.

@@ -6,13 +6,15 @@ Each layer has an anonymous private mapping. Pages that were never written take 
 capacity costs nothing, and growing remaps pages instead of copying them: each layer has one array,
 and never two copies of it, even if the length is unknown. A mapping counts the buffers exported
 from it, so it knows whether anybody still holds a tensor, a view of one, or a NumPy array over its
-memory. Only memory that nobody holds is used again.
+memory. Only memory that nobody holds is used again. Linux provides the pages of a batch in one
+call, which takes less time than the fault of each when it is first written to.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from scio_recorder.errors import warn
 from scio_recorder.layer import TensorSpec
 
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+# The advice to Linux, from 5.14 on, to provide pages, for which the standard library has no name.
+_POPULATE_WRITE = 23
 
 
 class NoRoomError(MemoryError):
@@ -58,6 +62,10 @@ class DeviceBuffer:
             self._raw = larger
         return self._raw
 
+    def prepare(self, num_bytes: int) -> int:
+        """Have at least this many bytes ready to be written to; return how many are."""
+        return self._raw.numel()
+
     def first(self, num_bytes: int) -> Tensor:
         """Return the first bytes, in a tensor of only these if that needs no copy."""
         return self._raw[:num_bytes]
@@ -83,6 +91,7 @@ class HostBuffer(DeviceBuffer):
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned = pinned
         self._memory: _Memory | None = None
+        self._prepared = 0
 
     @property
     def num_bytes(self) -> int:
@@ -109,6 +118,20 @@ class HostBuffer(DeviceBuffer):
         if self.pinned and self._memory is not None and not self._memory.registered:
             self._register(raw)
         return raw
+
+    def prepare(self, num_bytes: int) -> int:
+        """Have the system provide the pages of at least this many bytes; return of how many."""
+        if self._memory is not None and num_bytes > self._prepared:
+            first = self._prepared // mmap.PAGESIZE
+            # Somewhat more, so that not every batch asks, but little beside what is used.
+            last = max(num_bytes // mmap.PAGESIZE, first + first // 16) + 1
+            first, last = first * mmap.PAGESIZE, last * mmap.PAGESIZE
+            self._prepared = min(last, self.num_bytes)
+            # A page that was not asked for is provided when it is first written to.
+            with contextlib.suppress(OSError):
+                if sys.platform == "linux":
+                    self._memory.madvise(_POPULATE_WRITE, first, self._prepared - first)
+        return self._prepared
 
     def first(self, num_bytes: int) -> Tensor:
         """Return the first bytes; saving a tensor in them saves only these."""
@@ -173,7 +196,7 @@ class Column:
         Does nothing any more.
     """
 
-    __slots__ = ("_buffer", "array", "capacity", "row_bytes", "spec")
+    __slots__ = ("_buffer", "_ready", "array", "capacity", "row_bytes", "spec")
 
     def __init__(
         self, spec: TensorSpec, buffer: DeviceBuffer, rows: int, is_exact: bool | None = None
@@ -200,9 +223,15 @@ class Column:
         torch.Tensor
             The place, [rows, ...].
         """
-        if start + rows > self.capacity:
-            self._reserve(max(start + rows, 2 * self.capacity))
-        return self.array[start : start + rows]
+        stop = start + rows
+        if stop > self._ready:
+            self._prepare(stop)
+        return self.array[start:stop]
+
+    def _prepare(self, rows: int) -> None:
+        if rows > self.capacity:
+            self._reserve(max(rows, 2 * self.capacity))
+        self._ready = self._buffer.prepare(rows * self.row_bytes) // max(self.row_bytes, 1)
 
     def turn_to(self, buffer: DeviceBuffer) -> DeviceBuffer:
         """Continue in other memory, from its beginning.
@@ -241,7 +270,7 @@ class Column:
     def let_go(self) -> None:
         """Drop all memory until more is requested."""
         self.array = torch.empty(0)
-        self.capacity = 0
+        self.capacity = self._ready = 0
 
     def _reserve(self, rows: int) -> None:
         num_bytes = rows * self.row_bytes

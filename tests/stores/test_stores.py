@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import mmap
 import pickle
+import sys
 import threading
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -302,6 +306,28 @@ def test_memory_grows_with_all_that_is_in_it():
         part = rows[start : start + 37]
         column.place(start, len(part)).copy_(part)
     assert torch.equal(column.close(len(rows)), rows)
+
+
+def provides_pages() -> bool:
+    """Whether the system provides pages when it is asked to (Linux from 5.14 on)."""
+    with contextlib.suppress(AttributeError, OSError):
+        mmap.mmap(-1, mmap.PAGESIZE).madvise(23)
+        return sys.platform == "linux"
+    return False
+
+
+@pytest.mark.skipif(not provides_pages(), reason="needs Linux 5.14")
+def test_pages_are_there_before_a_batch_is_written_and_no_others():
+    import resource
+
+    process = psutil.Process()
+    column = Column(TensorSpec((1024,), torch.float32), HostBuffer(), 20_000)
+    resident = process.memory_info().rss
+    place = column.place(0, 1000)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    place.fill_(1.0)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 100
+    assert 900 * 4096 < process.memory_info().rss - resident < 2000 * 4096
 
 
 def test_what_a_column_was_asked_for_before_is_accepted():
