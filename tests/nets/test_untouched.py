@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder, compare
 from scio_recorder.nets.state.untouched import untouched
+from scio_recorder.tensors import private
 
 
 class Slots:
@@ -447,3 +448,17 @@ def test_a_number_of_a_weight_that_is_written_behind_the_counters_is_put_back() 
     with untouched(net):
         net.weight.data[0, 1] = 7.0
     assert torch.equal(net.weight, before)
+
+
+def test_hooks_on_all_modules_are_themselves_again() -> None:
+    def hook(*call: Any) -> None:
+        pass
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        with untouched(nn.ReLU()):
+            pass
+        found = [one for hooks in private.hooks_on_all_modules() for one in hooks.values()]
+        assert found == [hook]
+    finally:
+        handle.remove()

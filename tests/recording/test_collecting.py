@@ -250,6 +250,17 @@ def test_a_reduction_that_holds_a_part_of_a_pass_is_not_handed_out(tmp_path: Pat
     assert not [*(tmp_path / "run").glob("chunk-*")]
 
 
+def test_ids_of_a_pass_that_was_refused_can_come_again() -> None:
+    net = Net().eval()
+    rnet = recorder(net)
+    with rnet.collecting(sample_ids=lambda batch: batch["kind"]) as collection:
+        net(torch.ones(2, 4), kind=[0, 1])
+        with pytest.raises(CollectError, match="has the id 0"):
+            net(torch.ones(2, 4), kind=[2, 0])
+        net(torch.ones(2, 4), kind=[2, 3])
+    assert list(collection.recording.sample_ids) == [0, 1, 2, 3]
+
+
 def test_a_pass_that_was_reduced_and_could_not_be_committed_is_part_of_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -104,6 +104,17 @@ def test_the_maker_is_the_one_that_plain_hooks_find(number: int, name: str) -> N
     assert origin.weights_finite == all(bool(one.isfinite().all()) for one in weights)
 
 
+def test_buffers_count_as_weights() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    rnet = recorder(net)
+    net[1].running_mean[0] = NAN  # type: ignore[index]  # torch says it may be a module
+    with rnet.guard(action="record") as guard:
+        net(X)
+    assert guard.origin is not None
+    assert guard.origin.layer.name == "1"
+    assert (guard.origin.inputs_finite, guard.origin.weights_finite) == (True, False)
+
+
 def test_all_that_a_call_returned_is_counted() -> None:
     net = Do(lambda x: (x, [x[:1] * NAN, x / 0], {"more": x[0, :2] * NAN}))
     with recorder(net).guard(action="record") as guard:
