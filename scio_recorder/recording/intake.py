@@ -209,7 +209,6 @@ class StoringIntake(LayerIntake):
         lost, total = self._measured
         self.lost += lost
         self.total += total
-        self._measured = 0.0, 0.0
 
     @property
     def relative_error(self) -> float:
