@@ -53,7 +53,7 @@ def made_with(net: nn.Module) -> dict[str, Any]:
     found = {
         **versions,
         "net": f"{kind.__module__}.{kind.__qualname__}",
-        "dtypes": sorted({dtype_name(one.dtype) for one in parameters}),
+        "dtypes": sorted(map(dtype_name, {one.dtype for one in parameters})),
         "devices": sorted({str(one.device) for one in parameters}),
         "attention": private.attention_of(net),
         "training": net.training,
