@@ -345,8 +345,8 @@ class Intakes:
         self.receivers |= {label: one.receive for label, one in self._reducing.items()}
         # Kept calls of the current pass, if inputs are kept, and digests of weights.
         self._calls: dict[RowIdx, dict[str, Any]] = {}
-        self._weights = Weights()
         if layers.with_inputs:
+            self._weights = Weights()
             self.receivers = {
                 label: partial(self._receive_with_call, label, receive)
                 for label, receive in self.receivers.items()
