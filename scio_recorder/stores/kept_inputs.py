@@ -21,7 +21,7 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.stores.disk_format.medium import parsing
 from scio_recorder.stores.disk_format.reader import KeptBatches, KeptReader, Packed, RunReader
-from scio_recorder.stores.disk_format.tensor_file import JSON, expect
+from scio_recorder.stores.disk_format.tensor_file import JSON, entries, expect
 from scio_recorder.tensors.copies import DTYPES, dtype_name, is_plain
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.structures import flatten
@@ -221,7 +221,8 @@ class _Structure:
 
 def _call(kept: Any, tensor: Callable[[int], Tensor]) -> KeptCall:
     try:
-        leaves = [_restored(leaf, tensor) for leaf in expect(kept["leaves"], list)]
+        found, weights, output = entries(kept, leaves=list, weights=str, output=str)
+        leaves = [_restored(leaf, tensor) for leaf in found]
         node = kept["call"]
         if isinstance(node, _Structure):
             tree = flatten(node.value)[1](leaves)
@@ -233,7 +234,7 @@ def _call(kept: Any, tensor: Callable[[int], Tensor]) -> KeptCall:
         raise ValueError(str(error)) from error
     if not isinstance(inputs.args, tuple) or not isinstance(inputs.kwargs, dict) or tree:
         raise ValueError("inputs are not a tuple and a dict")
-    return KeptCall(inputs, moment, expect(kept["weights"], str), expect(kept["output"], str))
+    return KeptCall(inputs, moment, weights, output)
 
 
 def _restored(leaf: Any, tensor: Callable[[int], Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
 from scio_recorder.stores.disk_format.tensor_file import (
     JSON,
     TensorFile,
-    expect,
+    entries,
     table_from_json,
     table_to_json,
 )
@@ -107,12 +107,12 @@ class Description:
     @classmethod
     def from_json(cls, value: Any) -> Description:
         """Return the description that `to_json` wrote."""
+        kinds = {"version": int, "run": str, "world_size": int, "header": dict}
+        version, run, world_size, header = entries(value, **kinds)
         # Recordings of versions without rows don't mention them.
         rows = None if value.get("rows") is None else table_from_json(value["rows"])
-        version = VERSION if rows is None else VERSION_WITH_ROWS
-        if value["format"] != FORMAT or expect(value["version"], int) != version:
+        if value["format"] != FORMAT or version != (VERSION if rows is None else VERSION_WITH_ROWS):
             raise ValueError(f"not a {FORMAT} of version {VERSION}, or {VERSION_WITH_ROWS} by rows")
-        world_size = expect(value["world_size"], int)
         if not 0 < world_size <= MAX_RANKS:
             raise ValueError(f"world_size is {world_size}; it is 1 to {MAX_RANKS}")
         layers = table_from_json(value["layers"])
@@ -121,9 +121,7 @@ class Description:
         # If all layers are reduced, rows may only be counted.
         if rows is not None and (rows or layers) and list(rows.items())[:1] != [_FIRST_COLUMN]:
             raise ValueError("the first column of rows is not sample, a number of 64 bits")
-        return cls(
-            expect(value["run"], str), world_size, layers, expect(value["header"], dict), rows
-        )
+        return cls(run, world_size, layers, header, rows)
 
     def check_rank(self, path: str, rank: int) -> None:
         """Refuse a rank for which the recording was not created."""

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeAlias, TypeVar, overload
 
 import numpy
 
-from scio_recorder.stores.disk_format.tensor_file import JSON, MAX_SIZE, expect
+from scio_recorder.stores.disk_format.tensor_file import JSON, MAX_SIZE, entries, expect
 
 T = TypeVar("T")
 Ids: TypeAlias = "range | array[int] | tuple[str, ...]"
@@ -169,7 +169,7 @@ def ids_to_json(ids: Ids) -> JSON:
 def ids_from_json(value: Any) -> Ids:
     """Return the ids from the result of `ids_to_json`; `ValueError` for anything else."""
     if isinstance(value, dict):
-        start, count = expect(value["start"], int), expect(value["count"], int)
+        start, count = entries(value, start=int, count=int)
         if not (0 <= count <= MAX_SIZE and -(1 << 63) <= start <= (1 << 63) - count):
             raise ValueError("sample ids out of bounds")
         return range(start, start + count)

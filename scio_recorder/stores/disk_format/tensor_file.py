@@ -144,6 +144,17 @@ def expect(value: Any, kind: type[_T]) -> _T:
     return value
 
 
+def entries(value: Any, **kinds: type) -> list[Any]:
+    """Return these entries of an object in order, each of exactly its type; else `ValueError`.
+
+    Examples
+    --------
+    >>> entries({"start": 5, "count": 2, "more": None}, count=int, start=int)
+    [2, 5]
+    """
+    return [expect(value[name], kind) for name, kind in kinds.items()]
+
+
 def _depth(value: Any) -> int:
     values = value.values() if isinstance(value, dict) else value
     # There can be many ids, and few of a file's values have others in them.
