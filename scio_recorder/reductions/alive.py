@@ -79,6 +79,7 @@ class Alive(RowReduction):
     """
 
     _state_names = ("_rows", "_active", "_at_bound", "_low", "_high")
+    _state_kinds = ("whole", *["tensor int64 {units}"] * 2, *["tensor float.. {units}"] * 2)
     _rows: int
     _active: Tensor
     _at_bound: Tensor

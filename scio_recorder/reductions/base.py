@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
@@ -260,13 +262,33 @@ def in_order(labels: Iterable[Label]) -> list[Label]:
     return sorted(labels, key=lambda label: (isinstance(label, str), label))
 
 
+def described(value: Any) -> str:
+    """Describe a part of a state, for the patterns that parts of each kind must match.
+
+    Examples
+    --------
+    >>> described([3, torch.ones(3, 2), torch.tensor([-1]), None, "a"])
+    '[whole, tensor float32 3 2, tensor -int64 1, , str]'
+    """
+    if isinstance(value, list):
+        return f"[{', '.join(map(described, value))}]"
+    if isinstance(value, Tensor):
+        sign = "-" if value.dtype == torch.int64 and bool((value < 0).any()) else ""
+        return " ".join(["tensor", sign + dtype_name(value.dtype), *map(str, value.shape)])
+    if type(value) is int and 0 <= value < 2**63:
+        return "whole"
+    if type(value) is float and math.isfinite(value):
+        return "finite"
+    return "" if value is None else type(value).__name__
+
+
 class SampleReduction(Reduction):
     """A reduction over the samples of dimension 0, class by class with ``by``.
 
-    Subclasses set `_options`, name the attributes that make up their state, and write `_add`,
-    `_join` and `_result`; everything else is here. Such an attribute is None until the first
-    samples, and with ``by`` (then each class has a member of its own). Its annotation leaves None
-    out, since `_result` is only called after samples.
+    Subclasses set `_options`, name the attributes that make up their state, say what these are like
+    in `_state_kinds`, and write `_add`, `_join` and `_result`; everything else is here. Such an
+    attribute is None until the first samples, and with ``by`` (then each class has a member of its
+    own). Its annotation leaves None out, since `_result` is only called after samples.
     """
 
     # Arguments of the constructor besides ``by``: functions, and plain values that can be stored.
@@ -274,6 +296,9 @@ class SampleReduction(Reduction):
     _options: Mapping[str, Any] = MappingProxyType({})
 
     _state_names: ClassVar[tuple[str, ...]]
+    # What `described` must say of each, as a pattern in which "{sample}" stands for the shape of a
+    # sample, and "{units}" for the number of its features or positions.
+    _state_kinds: tuple[str, ...]
     _takes_complex: ClassVar[bool] = False
     # Whether samples of any shape may follow each other, since they are not combined.
     _takes_any_shape: ClassVar[bool] = False
@@ -354,10 +379,10 @@ class SampleReduction(Reduction):
         with self._undisturbed():
             self._add_waiting()
             if self._count == 0:
-                self._load(other.state_dict())
+                self._adopt(other)
                 return
             theirs = self.fresh()
-            theirs._load(other.state_dict())
+            theirs._adopt(other)
             self._check_mergeable(theirs)
             if (device := self._device()) is not None:
                 theirs._place(device)
@@ -417,9 +442,12 @@ class SampleReduction(Reduction):
                 )
             with undisturbed("cpu"):
                 self._load(state)
+            if (part := self._wrong_part()) is not None:
+                raise ValueError(f"its {part} can't be that of any data")
         except CollectError:
             raise
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        # Whoever wrote the state may have put anything in any place.
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             self.reset()
             raise RecordingError(f"the state of {self!r} is damaged: {error!r:.200}") from error
 
@@ -453,6 +481,9 @@ class SampleReduction(Reduction):
     def _state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._state_names}
 
+    def _set_state(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
     def _load(self, state: dict[str, Any]) -> None:
         self.reset()
         self._count = state["count"]
@@ -460,11 +491,33 @@ class SampleReduction(Reduction):
             return
         self._shape, self._dtype = tuple(state["shape"]), DTYPES[state["dtype"]]
         names = [name for name in self._state_names if name.removeprefix("_") in state]
-        if not (names or state.get("classes")):
-            raise LookupError(f"it lacks {', '.join(self._state_names)}")
-        vars(self).update({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
+        self._set_state({n: map_tensors(_snapshot, state[n.removeprefix("_")]) for n in names})
         for member in state.get("classes", []):
+            if not isinstance(member["label"], Label):
+                raise TypeError(f"{member['label']!r} is no label")
             self._member(member["label"]).load_state_dict(member["state"])
+
+    def _wrong_part(self) -> str | None:
+        """Name a part of the state that no data give; None if there is none."""
+        dtype, shape, members = self._dtype, self._shape or (), self._members.values()
+        if not re.fullmatch(r"\[whole(, whole)*\]", described([self._count, *shape])):
+            return "count or shape"
+        if not self._count:
+            return None
+        if dtype != working_dtype(dtype) or dtype.is_complex > self._takes_complex:
+            return "dtype"
+        if members and (self._by is None or sum(one._count for one in members) != self._count):
+            return "classes"
+        sample = "".join(f" {size}" for size in shape)
+        for (name, value), kind in zip(self._state().items(), self._state_kinds, strict=True):
+            wanted = kind.format(sample=sample, units=math.prod(shape), count=self._count)
+            if not (members and value is None) and not re.fullmatch(wanted, described(value)):
+                return name.removeprefix("_")
+        return None if members or self._is_consistent() else "state"
+
+    def _is_consistent(self) -> bool:
+        """Whether the parts of a state, each of its kind, can be together."""
+        return True
 
     def _check(self, activation: object) -> None:
         if not isinstance(activation, Tensor):
@@ -526,6 +579,14 @@ class SampleReduction(Reduction):
     def _labelled_result(self) -> Any:
         return {label: self._members[label].compute() for label in in_order(self._members)}
 
+    def _adopt(self, other: Self) -> None:
+        """Adopt a copy of another reduction's state, on its device."""
+        other._add_waiting()
+        for name in ("_count", "_shape", "_dtype", *self._state_names):
+            setattr(self, name, copy.deepcopy(getattr(other, name)))
+        for label, member in other._members.items():
+            self._member(label)._adopt(member)
+
     def _device(self) -> torch.device | None:
         found = (value.device for value in self._state().values() if isinstance(value, Tensor))
         return next(found, None)
@@ -536,7 +597,7 @@ class SampleReduction(Reduction):
 
     def _place(self, device: torch.device) -> None:
         self._add_waiting()
-        vars(self).update(map_tensors(lambda tensor: tensor.to(device), self._state()))
+        self._set_state(map_tensors(lambda tensor: tensor.to(device), self._state()))
 
 
 def cannot_go_on(*arguments: Any) -> Any:

@@ -152,6 +152,10 @@ class Covariance(RowReduction):
     """
 
     _state_names = ("_labels", "_counts", "_means", "_scatter")
+    _state_kinds = (
+        *(r"\[.+\]", r"tensor int64 \d+"),
+        *(r"tensor float64 \d+ {units}", "tensor float64 {units} {units}"),
+    )
     _labels: list[Label]
     _counts: Tensor  # [classes]
     _means: Tensor  # [classes, D]
@@ -218,6 +222,11 @@ class Covariance(RowReduction):
         self._scatter += other._scatter
         codes = self._encode(other._labels).to(other._means.device)
         self._advance(codes, other._counts, other._means)
+
+    def _is_consistent(self) -> bool:
+        labels, sizes = set(self._labels), {len(self._counts), len(self._means), len(self._labels)}
+        are_labels = all(isinstance(one, Label) for one in labels)
+        return are_labels and sizes == {len(labels)} and (self._by is not None or labels == {""})
 
     def _result(self) -> CovarianceResult:
         counts, means, matrix = self._labelled_result()

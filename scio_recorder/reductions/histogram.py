@@ -152,6 +152,7 @@ class Histogram(SampleReduction):
         self._bins = whole("bins", bins, 1)
         self._range = None if range is None else _edges(range)
         self._options = {"bins": self._bins, "range": self._range}
+        self._state_kinds = (f"tensor int64 {self._bins + 2}", "finite", "finite")
         super().__init__(by=by)
 
     def _accept(self, samples: Tensor) -> None:

@@ -18,6 +18,7 @@ from scio_recorder.tensors.digests import sample_digests
 
 class _Extremum(SampleReduction):
     _state_names = ("_value",)
+    _state_kinds = ("tensor (?!complex)[^ ]+{sample}",)
     _value: Tensor
     # Over the samples of a batch, and of two values.
     _over_samples: Callable[[Tensor, int], Tensor]
@@ -119,6 +120,7 @@ class Mean(SampleReduction):
     """
 
     _state_names = ("_sum",)
+    _state_kinds = ("tensor (float64|complex128){sample}",)
     _takes_complex = True
     _sum: Tensor
 
@@ -195,6 +197,7 @@ class Moments(SampleReduction):
     """
 
     _state_names = ("_seen", "_mean", "_squares")
+    _state_kinds = ("whole", "tensor float64{sample}", "tensor float64{sample}")
     _seen: int
     _mean: Tensor
     _squares: Tensor
@@ -246,6 +249,9 @@ class Moments(SampleReduction):
         return {"mean": float(mean.mean()), "std": std}
 
 
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "dict": dict}
+
+
 class Last(SampleReduction):
     """The activation of the last batch that had samples.
 
@@ -270,6 +276,7 @@ class Last(SampleReduction):
     """
 
     _state_names = ("_value",)
+    _state_kinds = ("tensor .*",)
     _takes_complex = True
     _takes_any_shape = True
     _value: Tensor
@@ -316,6 +323,7 @@ class Digest(SampleReduction):
     """
 
     _state_names = ("_digests",)
+    _state_kinds = (r"\[tensor -?int64 {count}\]",)
     _takes_complex = True
     _takes_any_shape = True
     _digests: list[Tensor]  # in host memory, wherever the samples are
@@ -357,8 +365,8 @@ class Fold(SampleReduction):
 
     Notes
     -----
-    The state holds the accumulator. A recording can keep it if it consists of tensors, numbers,
-    strings, None, and lists, tuples and dicts of these.
+    The state can be stored if the accumulator consists of tensors, numbers, strings, None, and
+    lists, tuples and dicts of these.
 
     Examples
     --------
@@ -371,11 +379,11 @@ class Fold(SampleReduction):
     3
     """
 
-    _state_names = ("_folded",)
+    _state_names = ("_accumulator",)
+    _state_kinds = (".*",)
     _takes_complex = True
     _takes_any_shape = True
-    # The accumulator in a list, since it may be None.
-    _folded: list[Any]
+    _accumulator: Any
 
     def __init__(
         self,
@@ -392,8 +400,7 @@ class Fold(SampleReduction):
         super().__init__(by=by)
 
     def _add(self, samples: Tensor) -> None:
-        (before,) = self._folded or [None]
-        self._folded = [self._fn(before, samples.clone())]
+        self._accumulator = self._fn(self._accumulator, samples.clone())
 
     @property
     def why_not_merged(self) -> str | None:
@@ -408,16 +415,42 @@ class Fold(SampleReduction):
     def _join(self, other: Fold) -> None:
         if self._merge is None:
             raise CollectError(self.why_not_merged)
-        self._folded = [self._merge(self._folded[0], other._folded[0])]
+        self._accumulator = self._merge(self._accumulator, other._accumulator)
 
     def _result(self) -> Any:
-        return copy.deepcopy(self._folded[0])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state, whatever kinds of objects the accumulator consists of."""
-        return copy.deepcopy(super().state_dict())
+        return copy.deepcopy(self._accumulator)
 
     @classmethod
     def from_recipe(cls, **options: Any) -> Self:
         """Return a fold that can read a state, but can't add data."""
         return super().from_recipe(fn=cannot_go_on, **options)
+
+    def _state(self) -> dict[str, Any]:
+        return {"_accumulator": _encode(self._accumulator)}
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        self._accumulator = _decode(state["_accumulator"])
+
+    def _device(self) -> torch.device | None:
+        return None  # the function decides the device of an accumulator
+
+
+def _encode(value: Any) -> Any:
+    """Write an accumulator with tensors, numbers, strings, lists and str-keyed dicts only."""
+    if isinstance(value, Tensor | bool | int | float | str):
+        return value
+    kind = type(value).__name__
+    if value is None or type(value) in _CONTAINERS.values():
+        items = () if value is None else value.items() if isinstance(value, dict) else value
+        return {"type": kind, "items": [_encode(item) for item in items]}
+    raise CollectError(
+        f"The accumulator of a Fold holds {kind}, which can't be stored; build it from tensors, "
+        "numbers, strings, None, lists, tuples and dicts."
+    )
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    items = [_decode(item) for item in value["items"]]
+    return None if value["type"] == "NoneType" else _CONTAINERS[value["type"]](items)

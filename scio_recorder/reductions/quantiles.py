@@ -56,6 +56,10 @@ class Quantiles(RowReduction):
     """
 
     _state_names = ("_ends", "_summaries", "_odd", "_waiting")
+    _state_kinds = (
+        *("(tensor float.. {units} 2)?", r"(\[(tensor float.. {units} \d+(, )?)+\])?"),
+        *("(whole)?", r"(tensor float.. \d+ {units})?"),
+    )
     _ends: Tensor  # [features, 2], smallest and largest value of the blocks that were thinned
     # Each [features, s] and sorted, or [features, 0]. One at level i has 2 ** i times the weight of
     # one at level 0.
@@ -139,6 +143,10 @@ class Quantiles(RowReduction):
             self._widen(other._ends)
         if other._waiting is not None:
             self._add_again(other._waiting)
+
+    def _is_consistent(self) -> bool:
+        is_short = self._summaries is None and self._waiting is not None and len(self._waiting) > 0
+        return self._ends is not None or is_short
 
     def _result(self) -> Tensor:
         parts, weights = list(self._summaries or []), []

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions import Fold, Histogram, Last
-from scio_recorder.stores.kept_inputs import pack
 
 
 def test_range_of_the_first_batch() -> None:
@@ -155,8 +154,9 @@ def test_fold_whose_merge_returns_what_it_was_given() -> None:
 def test_fold_whose_accumulator_cannot_be_stored(accumulator: Any, part: str) -> None:
     fold = Fold(lambda _, __: accumulator)
     fold.update(torch.ones(1))
-    with pytest.raises(CollectError, match=rf"holds builtins.{part}, which can't be kept on disk"):
-        pack(fold.state_dict())
+    with pytest.raises(CollectError) as caught:
+        fold.state_dict()
+    assert part in str(caught.value)
 
 
 def test_fold_whose_function_returns_nothing() -> None:

@@ -105,10 +105,6 @@ def test_comparison_notices_a_difference() -> None:
 
 def write(state: dict[str, Any], folder: Path) -> None:
     """Store a state as a program without pickle would: tensors aside, the rest as JSON."""
-    if state["construction"]["kind"] == "Fold":
-        # The user's accumulator may be of more kinds.
-        torch.save(state, folder / "state.pt")
-        return
     tensors: dict[str, Tensor] = {}
 
     def replace(value: Any) -> Any:
@@ -128,8 +124,6 @@ def write(state: dict[str, Any], folder: Path) -> None:
 
 
 def read(folder: Path) -> Any:
-    if (folder / "state.pt").exists():
-        return torch.load(folder / "state.pt", weights_only=True)
     tensors = load_file(folder / "state.safetensors")
 
     def restore(value: dict[str, Any]) -> Any:
