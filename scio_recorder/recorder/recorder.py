@@ -547,12 +547,15 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # nn.Module
         capture = state.pop("_capture")
         del state["_finalizer"]
-        state |= {"_watchers": [], "_gradient_hooks": OrderedDict()}
-        state |= {"_collected": None, "_labelling": None}
+        state |= {"_watchers": [], "_collected": None, "_labelling": None}
+        state["_gradient_hooks"] = OrderedDict()
         return {**state, "_selection": (capture.program.recording, capture.program.options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         recording, options = state.pop("_selection")
+        # A recorder that an earlier version has pickled has no operations.
+        own = {"_operations": None, "_labelling": None, "_gradient_hooks": OrderedDict()}
+        state = {**own, **state}
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # that of nn.Module
         architecture = self.architecture.with_operations(self._operations or ())
         self._install(Capture(self._net, architecture, recording, options))

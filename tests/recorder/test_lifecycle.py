@@ -276,6 +276,19 @@ def test_pickled_recorder_records_again() -> None:
     assert same_bits(twin.inputs["0"].args[0], x)
 
 
+def test_recorder_that_an_earlier_version_has_pickled() -> None:
+    rnet = Recorder(nn.Linear(2, 3), input_size=(1, 2))
+    rnet.record("0-1")
+    state = rnet.__getstate__()
+    for name in ("_operations", "_labelling", "_gradient_hooks"):
+        del state[name]
+    twin = Recorder.__new__(Recorder)
+    twin.__setstate__(state)
+    output = twin(torch.ones(1, 2))
+    assert torch.equal(output, rnet.net(torch.ones(1, 2)))
+    assert torch.equal(twin.activations["0-1"], output)
+
+
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda rnet: pickle.loads(pickle.dumps(rnet))])
 def test_recorder_of_packed_sequences_can_be_copied(again: Any) -> None:
     packed = pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
