@@ -93,6 +93,7 @@ class RunWriter:
                 raise
 
     def _open(self, begin: Callable[[Medium], Run] | None) -> None:
+        """Find out what is durable; ``begin`` creates or joins a recording, None resumes one."""
         medium, rank = self._medium, self._rank
         if begin is None:
             # Before the lock, so that no file appears in a folder that holds something else.
@@ -100,7 +101,7 @@ class RunWriter:
         if self._right is None:
             medium.lock(f"lock-{rank:05d}")
         self.run = scan(medium, rank) if begin is None else begin(medium)
-        if self.run.is_complete:
+        if begin is None and self.run.is_complete:
             raise RecordingError(f"{medium.path} is complete" + (f" for rank {rank}" * (rank > 0)))
         self.sample_ids = self.run.sample_ids()
         self._is_finishing = False
