@@ -12,7 +12,7 @@ from importlib.resources import files
 from itertools import accumulate
 from types import MappingProxyType
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -477,7 +477,12 @@ class Listed:
 
     def __str__(self) -> str:
         """Return the table at its full width."""
-        console = Console(file=io.StringIO(), width=10_000, color_system=None)
-        with console.capture() as capture:
-            console.print(self._listing())
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        return printed(self._listing(), 10_000)
+
+
+def printed(shown: RenderableType, width: int) -> str:
+    """Return what a console of this width prints, without colours."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-import io
-import shutil
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from scio_recorder.capture.compiled import AroundCompiledRecorder
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import CopyPolicy, RecordOptions
-from scio_recorder.display.outline import Outline, Outlined, outline, visible
+from scio_recorder.display.outline import Outline, Outlined, outline, printed, visible
 from scio_recorder.errors import (
     LabellingError,
     MissingInputError,
@@ -55,8 +53,6 @@ from scio_recorder.tensors.arguments import booleans, signature_of
 
 if TYPE_CHECKING:
     from torchinfo import ModelStatistics
-
-    from scio_recorder.nets.architecture import Architecture
 
 
 _Given = ParamSpec("_Given")
@@ -526,16 +522,9 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
 
     def __str__(self) -> str:
         """Return the table, or if it does not fit the terminal, that of rich."""
-        text = repr(self)
-        is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        width = shutil.get_terminal_size().columns if is_terminal else 0
-        if not width or len(text.split("\n", 2)[1]) <= width:
-            return text
-        from rich.console import Console
-
-        fitted = io.StringIO()
-        Console(file=fitted, width=width).print(self)
-        return fitted.getvalue().rstrip()
+        text, terminal = repr(self), Console()
+        is_wider = terminal.is_terminal and len(text.split("\n", 2)[1]) > terminal.width
+        return printed(self, terminal.width) if is_wider else text
 
     def _outline(self) -> Outline:
         rows, inner = list(self.architecture.values()), self.architecture.operations
