@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from scio_recorder import CollectError, Nodes, Recorder, RecordingError, compare, reductions
 from scio_recorder.errors import CollectWarning
 from scio_recorder.nets.records import Inputs
+from scio_recorder.recording.feed import Feed
+from scio_recorder.recording.options import CollectOptions
 from scio_recorder.stores import Disk
 from tests.recording.nets import batches, recorder
 
@@ -363,3 +365,11 @@ def test_the_advice_for_a_batch_of_other_names_works() -> None:
         rnet.collect([batch])
     told = rnet.collect([batch], to_inputs=lambda batch: batch["image"])
     assert torch.equal(told["0-1"], batch["image"])
+
+
+@pytest.mark.parametrize(
+    ("every", "most", "number"), [(1, None, 7), (3, None, 3), (3, 2, 2), (9, None, 1), (2, 9, 4)]
+)
+def test_how_many_batches_come_is_known_before_they_do(every, most, number):
+    feed = Feed([torch.ones(2, 4)] * 7, CollectOptions(every=every, max_batches=most))
+    assert feed.num_batches == sum(is_taken for _, is_taken in feed) == number
