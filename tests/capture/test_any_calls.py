@@ -330,3 +330,30 @@ def test_operations_inside_a_transform_are_no_calls(is_first: bool) -> None:
         rnet(x)
         (record,) = rnet.activations["/mul"]
         assert torch.equal(record, x.tanh() * 2 * 5 if is_first else x * 3)
+
+
+class OverwritingOne(nn.Module):
+    """Overwrites what the first call of its layer returned, but not what the second did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layer(x)
+        second: Tensor = self.layer(first + 1)
+        first.detach().zero_()
+        return second
+
+
+def test_if_one_of_the_calls_is_overwritten_all_are_copied() -> None:
+    net = OverwritingOne()
+    rnet = Recorder(net, input_size=(3, WIDTH))
+    rnet.record("layer", calls="any")
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(3, WIDTH)
+            rnet(x)
+            first = nn.functional.linear(x, net.layer.weight, net.layer.bias)
+            second = nn.functional.linear(first + 1, net.layer.weight, net.layer.bias)
+            assert list(map(torch.equal, rnet.activations["layer"], (first, second))) == [True] * 2

@@ -17,6 +17,7 @@ from scio_recorder.errors import (
     ArgumentError,
     AttentionError,
     LayerNotFoundError,
+    MutationError,
     SelectorTypeError,
     UnsupportedNetError,
 )
@@ -576,3 +577,35 @@ def test_other_methods_of_a_recorder_with_attention() -> None:
     rnet(x)
     found = rnet.recompute("h.1.attn")["h.1.attn"]
     torch.testing.assert_close(found, net.h[1].attn(net.h[0](x)))
+
+
+class OverwritingLater(nn.Module):
+    """Overwrites what its attention has received once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overwrites = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x * 1
+        output: Tensor = functional.scaled_dot_product_attention(given, given, given)
+        if self.overwrites:
+            given.zero_()
+        return output
+
+
+def test_what_was_lost_once_is_copied_from_then_on() -> None:
+    net = OverwritingLater()
+    rnet = Recorder(net, input_size=(1, 2, 3, 4))
+    rnet.record("", attention=True)
+    with torch.no_grad():
+        for _ in range(2):
+            rnet(torch.randn(1, 2, 3, 4))
+        net.overwrites = True
+        rnet(torch.randn(1, 2, 3, 4))
+        with pytest.raises(MutationError, match="attention of layer 0-1"):
+            _ = rnet.attention[""]
+        x = torch.randn(1, 2, 3, 4)
+        rnet(x)
+    weights = (x.double() @ x.double().mT / 2).softmax(-1)
+    assert (rnet.attention[""].weights() - weights).abs().max() < 1e-6

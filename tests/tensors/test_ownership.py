@@ -211,13 +211,15 @@ def also_held(what: str) -> tuple[Tensor, object]:
         "graph": lambda: view * view,
         "weakly": lambda: weakref.ref(view),
         "gradient": view.retain_grad,
+        "hook": lambda: view.register_hook(lambda gradient: gradient * 2),
         "attribute": lambda: setattr(view, "mark", 1),
     }[what]()
     return view, held
 
 
 @pytest.mark.parametrize(
-    "what", ["leaf", "base", "another_view", "memory", "graph", "weakly", "gradient", "attribute"]
+    "what",
+    ["leaf", "base", "another_view", "memory", "graph", "weakly", "gradient", "hook", "attribute"],
 )
 def test_what_something_else_holds_is_not_exchanged(what: str) -> None:
     view, held = also_held(what)
