@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -49,8 +50,7 @@ from scio_recorder.nets.state.untouched import NetState, untouched
 from scio_recorder.postprocessors.floating_map import describe
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import booleans
-from scio_recorder.tensors.copies import is_dense, twin, with_float64
-from scio_recorder.tensors.digests import digest_of
+from scio_recorder.tensors.copies import is_dense, same_bits, twin, with_float64
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -273,8 +273,8 @@ class _Runs:
         self.metric = metric
         # Copies of what the layers return in the clean run, which is the first.
         self.outputs: dict[RowIdx, Any] = {}
-        # Digests of what the last layer returned in each run in which that is known.
-        self.last_outputs: list[str] = []
+        # What the last layer itself returns in the corrupted run, and each time it is patched.
+        self.last_outputs: list[list[Tensor]] = []
         self._specs: dict[RowIdx, Any] = {}
         self._counts: Counter[int] = Counter()
         self._has_run = False
@@ -337,7 +337,9 @@ class _Runs:
     def check(self, at: RowIdx, output: Any) -> None:
         """Copy a layer's output in the clean run, and compare its shape in other runs."""
         spec = spec_of(output)
-        if at not in self.outputs:
+        if at in self.outputs:
+            self.note(at, output)
+        else:
             refuse_transforms("patched")
             self.outputs[at], self._specs[at] = map_tensors(twin, output), spec
         if spec != self._specs[at]:
@@ -348,12 +350,11 @@ class _Runs:
                 "can be patched: give both runs inputs of one shape (texts of equally many "
                 "tokens), or record other layers"
             )
-        self.note(at, output)
 
     def note(self, at: RowIdx, output: Any) -> None:
         """Note what the last of the layers returns before it is patched."""
         if at == self.in_order[-1]:
-            self.last_outputs.append(digest_of(output))
+            self.last_outputs.append([*map(twin, tensors(output))])
 
 
 def _patched(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions) -> Effects:
@@ -366,21 +367,17 @@ def _patched(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions
         return patched(output, runs.outputs[at], position)
 
     output = runs.run(clean, runs.check)
-    first, from_clean = _number(runs.metric(output)), _digests(output)
+    first, from_clean = _number(runs.metric(output)), _values(output)
     chosen = _places(runs.architecture, runs.outputs, positions)
     output = runs.run(corrupted, runs.check)
-    before, from_corrupted = _number(runs.metric(output)), _digests(output)
+    before, from_corrupted = _number(runs.metric(output)), _values(output)
     places: Sequence[int | None] = [None] if chosen is None else chosen
     found: dict[Any, float] = {}
     for key in itertools.product(runs.in_order, places):
         output = runs.run(corrupted, partial(patch, *key))
         found[key] = _number(runs.metric(output))
-    # State that was missed shows when a run is made again. The last one may have been: up to the
-    # last layer with corrupted values, and from there on with clean ones.
-    known = zip(from_clean, from_corrupted, strict=True)
-    are_known = [one in pair for one, pair in zip(_digests(output), known, strict=True)]
-    was_known = runs.last_outputs[1] == runs.last_outputs[-1] and found[key] == first
-    if chosen is not None or not was_known or not all(are_known):
+    is_known = chosen is None and found[key] == first
+    if not (is_known and _ran_before(runs, _values(output), from_clean, from_corrupted)):
         _run_again(runs, corrupted, before)
     rows = [[found[at, position] for position in places] for at in runs.labels]
     table = torch.tensor(rows, dtype=torch.float64, device="cpu")
@@ -388,11 +385,26 @@ def _patched(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions
     return Effects(runs.architecture, runs.labels, chosen, table, first, before)
 
 
-def _digests(output: Any) -> list[str]:
-    """Return a digest of some values of each tensor of an output."""
-    # Reading all values could take longer than another run.
-    dense = [one.detach() for one in tensors(output) if is_dense(one)]
-    return [digest_of(one.flatten()[:: 1 + one.numel() // _SAMPLED]) for one in dense]
+def _values(output: Any) -> list[Tensor]:
+    """Return some values of each tensor of an output: all could take longer than another run."""
+    return [
+        one.detach().flatten()[:: 1 + one.numel() // _SAMPLED].clone()
+        for one in tensors(output)
+        if is_dense(one)
+    ]
+
+
+def _ran_before(runs: _Runs, *outputs: list[Tensor]) -> bool:
+    """Whether the last run was made before, in two halves, and so shows that no state was missed.
+
+    Up to the last layer it had corrupted values, as one of the other outputs, and from there on
+    clean ones, as the other.
+    """
+    if len({*map(len, outputs)}) > 1:
+        return False
+    triples = zip(*outputs, strict=True)
+    known = [same_bits(own, one) or same_bits(own, other) for own, one, other in triples]
+    return all((*known, *map(same_bits, runs.last_outputs[0], runs.last_outputs[-1])))
 
 
 def _run_again(runs: _Runs, corrupted: Inputs, before: float) -> None:
@@ -436,7 +448,8 @@ def _check(capture: Capture, metric: Any) -> None:
         )
     if not callable(metric):
         raise ComparisonError(f"metric={metric!r}: give a function of the network's output")
-    if any(map(private.is_compiled, net.modules())) or is_sharded(net):
+    has_compiler = private.DYNAMO in sys.modules
+    if (has_compiler and any(map(private.is_compiled, net.modules()))) or is_sharded(net):
         raise UnsupportedNetError(
             "the network is compiled or sharded, in whole or in part, and its runs can't be "
             "patched: sweep over the network without torch.compile, in one process"

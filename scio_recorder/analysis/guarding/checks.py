@@ -133,7 +133,7 @@ class Checks:
             raise ArgumentError(f'action={action!r}: write "raise", "warn" or "record"')
         chosen = [kinds] if isinstance(kinds, str) else kinds
         is_some = isinstance(chosen, Collection) and len(chosen) > 0
-        if not is_some or any(kind not in KINDS for kind in chosen):
+        if not is_some or not all(map(KINDS.__contains__, chosen)):
             raise ArgumentError(f'kinds={kinds!r}: write ("nan", "inf"), or one of these')
         self.origin: Origin | None = None
         self.num_passes = 0

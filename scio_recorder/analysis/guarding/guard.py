@@ -247,27 +247,26 @@ class _GuardedCalls:
         if local.own_code is not None:
             local.own_code.is_paused = True
         frame = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]  # a hook's caller
-        call = self.forget(frame)
+        calls = local.calls
+        if calls and calls[-1].frame is not frame:
+            self.forget(frame)
         # The call may have failed, or a hook ahead of ours, so that it never began.
-        if call is None or call.frame is not frame:
+        if not calls or calls[-1].frame is not frame:
             return
-        local.calls.pop()
+        call = calls.pop()
         call.number = local.counts.get(name, 0)
         local.counts[name] = call.number + 1
         try:
-            if not checks.is_over:
-                self._check(call, output)
+            if checks.is_over:
+                return
+            returned = local.known.examine_all((output,))
+            if returned and call.kept is not None:
+                call.kept.end(output)
+            if returned:
+                checks.check(call, "forward", call.received, returned)
+            if returned and call.around is None:
+                checks.check_whole("forward", returned)
+            if self.has_gradients and torch.is_grad_enabled():
+                attach(checks, call, output)
         finally:
             call.release()
-
-    def _check(self, call: GuardedCall, output: Any) -> None:
-        checks = self.checks
-        returned = checks.local.known.examine_all((output,))
-        if returned:
-            if call.kept is not None:
-                call.kept.end(output)
-            checks.check(call, "forward", call.received, returned)
-            if call.around is None:
-                checks.check_whole("forward", returned)
-        if self.has_gradients and torch.is_grad_enabled():
-            attach(checks, call, output)

@@ -62,7 +62,8 @@ def attach(checks: Checks, call: GuardedCall, output: Any) -> None:
         base = None if tensor.grad_fn is None else private.base_of(tensor)
         for end in (tensor,) if base is None else (tensor, base):
             if end.grad_fn is not None and _owner_of(end.grad_fn, call) is call:
-                _attach_before(reference, end, call, is_base=end is base)
+                enter = partial(_enter, reference, call, end.output_nr, end is base)
+                end.grad_fn.register_prehook(enter)
                 own.append(end.grad_fn)
     _attach_behind(reference, call, own, nodes_around)
 
@@ -76,14 +77,6 @@ def _owner_of(node: Any, call: GuardedCall) -> GuardedCall | None:
     while around is not None and place < around.start:
         around = around.around
     return around
-
-
-def _attach_before(
-    checks: _Checks, end: Tensor, call: GuardedCall, *, is_base: bool = False
-) -> None:
-    """Examine what enters a call at the node that made a tensor."""
-    node: Any = end.grad_fn
-    node.register_prehook(partial(_enter, checks, call, end.output_nr, is_base))
 
 
 def _attach_behind(
@@ -115,7 +108,7 @@ def _enter(
     is_base: bool,
     given: Sequence[Tensor | None],
 ) -> None:
-    """Examine a gradient that enters a call; behind a view only if none came there."""
+    """Examine a gradient that enters a call; at the base of a view only if none came there."""
     checks, gradient, task = reference(), given[number], private.backward_pass()
     if checks is None or checks.is_over or gradient is None:
         return
@@ -157,5 +150,6 @@ def _check(
             checks.check(left, "gradient", received, [found], leaf)
         if gradient.grad_fn is not None:
             # A second backward pass may enter here.
-            _attach_before(weakref.ref(checks), gradient, left)
+            enter = partial(_enter, weakref.ref(checks), left, gradient.output_nr, False)
+            gradient.grad_fn.register_prehook(enter)
         left = left.around

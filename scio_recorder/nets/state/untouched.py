@@ -376,7 +376,6 @@ class NetState:
     def __init__(
         self, found: dict[int, Found], *, keep_random: bool = False, only_buffers: bool = False
     ) -> None:
-        self._random = None if keep_random else random_state()
         self._found = found
         self._lost: list[str] = []
         values = [one.value for one in found.values()]
@@ -390,7 +389,10 @@ class NetState:
         # Built-in containers without items, of which modules have many.
         self._empty: list[Any] = []
         self._members: list[tuple[Any, str, Any]] = []
-        self._states: list[tuple[Any, Callable[[Any, Any], None], Any]] = []
+        # These come last, since writing to tensors changes versions.
+        self._restore: list[Callable[[], Any]] = []
+        if not keep_random:
+            self._restore.append(partial(restore_random, random_state()))
         self._opaque: list[tuple[Found, Any]] = []
         for one in found.values():
             value, kind = one.value, _kind(_type(one.value))
@@ -405,7 +407,7 @@ class NetState:
             for name in kind.members:
                 self._members.append((value, name, _member(value, name)))
             for read, put_back in kind.states:
-                self._states.append((value, put_back, read(value)))
+                self._restore.append(partial(put_back, value, read(value)))
             if kind.is_opaque:
                 self._opaque.append((one, _position(value)))
         self._note_tensors(values, modules, only_buffers)
@@ -415,8 +417,9 @@ class NetState:
         parameters = [one for one in tensors if isinstance(one, nn.Parameter)]
         # FSDP1 keeps views beside its parameters, which can't be asked after a backward pass.
         asked = [] if only_buffers else tensors
-        self.leaves = parameters + [one for one in asked if one.is_leaf and one.requires_grad]
-        self._restore_gradient_hooks = private.restoring_hooks([] if only_buffers else self.leaves)
+        leaves = parameters + [one for one in asked if one.is_leaf and one.requires_grad]
+        self.leaves = [*{id(one): one for one in leaves}.values()]
+        self._restore.append(private.restoring_hooks([] if only_buffers else self.leaves))
         buffers = {id(one) for module in modules for one in module.buffers(recurse=False)}
         if only_buffers:
             tensors = [one for one in tensors if id(one) in buffers]
@@ -431,7 +434,7 @@ class NetState:
             (self._weights if is_weight else self._tensors).append(note)
         # A graph that holds a tensor is then as good as before.
         kept = [one for one in tensors if id(one) not in too_large]
-        self._restore_versions = private.restoring_versions(kept)
+        self._restore.append(private.restoring_versions(kept))
         # Passes write to few weights, and most passes to none.
         self._marks = _marks_of(self._weights)
         self._sampled = sampled([note.tensor for note in self._weights])
@@ -460,15 +463,11 @@ class NetState:
         for value, name, member in self._members:
             if _member(value, name) is not member:
                 _set_member(value, name, member)
-        for value, put_back, state in self._states:
-            put_back(value, state)
         is_same = not thorough and self._marks == _marks_of(self._weights)
         is_same = is_same and same_samples(self._samples, joined(self._sampled))
         self._put_back_tensors([*self._tensors, *(() if is_same else self._weights)])
-        self._restore_versions()
-        self._restore_gradient_hooks()
-        if self._random is not None:
-            restore_random(self._random)
+        for restore in self._restore:
+            restore()
 
     def _put_back_hooks(self) -> None:
         pairs = zip(self._hooks, self._hooks_before, strict=True)
