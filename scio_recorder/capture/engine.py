@@ -289,7 +289,7 @@ class Capture:
         return output
 
     def _finish(self, current: Pass) -> None:
-        activations, inputs, attention = current.finish()
+        activations, inputs, attention = current.finish(self._hooks.removed_by_others())
         if not current.is_bare:
             current.learn()
         if current.records_outputs:

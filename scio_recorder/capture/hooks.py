@@ -233,6 +233,7 @@ class Hooks:
             for module, calls in (*program.functions, *program.called)
         ]
         self._all = (*self._modules, *(module for module, _ in self._own_code))
+        self._counts_calls = program.counts_calls
         self._site = site
         self._with_inputs = set(range(len(self._modules))) if with_inputs else set()
         self._checked_at = -1
@@ -288,6 +289,23 @@ class Hooks:
             isinstance(call, AroundCompiled) and call.site is self._site
             for call in wrappers(module)
         )
+
+    def removed_by_others(self) -> set[int]:
+        """Return the entries whose hooks are gone, where the number of calls does not tell."""
+        if not self.is_attached:
+            return set()
+        found = {index for index in self._with_inputs if self._lacks(self._modules[index], 1)}
+        if self._counts_calls:
+            return found
+        found |= {index for index, module in enumerate(self._modules) if self._lacks(module, 0)}
+        for module, functions in self._own_code:
+            if any(functions) and self._lacks(module, 1, OwnCodeHook):
+                found |= {hook.index for names in functions for hook in names.values()}
+        return found
+
+    def _lacks(self, module: nn.Module, which: int, kind: Any = ModuleHook) -> bool:
+        hooks = private.forward_hooks(module)[which]
+        return not (self._own(hooks, kind) or private.calls_compiled(module))
 
     def detach(self, *, waits: bool = True) -> None:
         """Remove the hooks; a finalizer must not wait."""

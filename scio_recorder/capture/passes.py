@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -277,20 +277,24 @@ class Pass:
             self.gradients.attach(call, on_graph, apart.rebuild, older)
         return kept
 
-    def finish(self) -> Ended:
+    def finish(self, unhooked: Collection[int] = ()) -> Ended:
         """Check the calls of the pass, and return what it leaves.
 
         Reading a record shows whether a later operation has overwritten it.
 
+        Parameters
+        ----------
+        unhooked : collection of int
+            The entries whose hooks others have removed.
+
         Raises
         ------
         FlowError
-            A module with a selected layer ran more or less often than at labelling.
+            A module with a selected layer ran more or less often than at labelling, or unseen.
         """
         program, log = self.program, self.log
         modules, is_as_labelled = log[::3], True
-        if not program.counts_calls:
-            self._refuse_unseen_calls()
+        self._refuse_unseen_calls(unhooked)
         self._positions = range(len(modules))
         if self._misnamed:
             raise FlowError(
@@ -324,18 +328,25 @@ class Pass:
         attention = AttentionRecords(program.architecture, program.attention, received, entries)
         return Ended(activations, wanted, attention)
 
-    def _refuse_unseen_calls(self) -> None:
-        """Refuse calls that no hook has seen, in a pass whose calls are not counted."""
-        lacks = "the records of this pass lack calls."
+    def _refuse_unseen_calls(self, unhooked: Collection[int]) -> None:
+        """Refuse calls that no hook has seen, and whose number is not checked."""
+        program, lacks = self.program, "the records of this pass lack calls"
+        if unhooked:
+            raise FlowError(
+                f"{lacks} or inputs of {few(program.layers_of(unhooked), 4)}, since others have "
+                "removed the hooks of these modules: remove yours by their handles, or call "
+                "record(...) again"
+            )
+        if program.counts_calls:
+            return
         if self.called_in_other_threads:
-            raise FlowError(f"{lacks}{self._explain_threads()}")
-        unseen = self.program.inside_compiled_parts()
+            raise FlowError(f"{lacks}.{self._explain_threads()}")
+        unseen = program.inside_compiled_parts()
         if unseen:
             raise FlowError(
-                f"{lacks} A compiled part of the network runs "
-                f"{few(self.program.layers_of(unseen), 4)}, and compiled code ignores hooks that "
-                "are added later: record that part, or compile the recorder instead, as in "
-                "rnet.compile()"
+                f"{lacks}. A compiled part of the network runs {few(program.layers_of(unseen), 4)}"
+                ", and compiled code ignores hooks that are added later: record that part, or "
+                "compile the recorder instead, as in rnet.compile()"
             )
 
     def learn(self) -> None:

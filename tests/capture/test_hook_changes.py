@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from scio_recorder import Recorder
 from scio_recorder.capture import around
 from scio_recorder.capture.around import change_hooks, entries
+from scio_recorder.errors import FlowError
 from scio_recorder.events import track
 from scio_recorder.postprocessors import OnInput
 from scio_recorder.tensors import private
@@ -253,6 +254,43 @@ def test_hooks_on_inputs_come_without_taking_others_away() -> None:
         assert same_bits(rnet.activations["1"], output)
     assert same_bits(rnet(X), torch.relu(net[0].forward(X)))
     assert not hooks.missing
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "post"),
+    [
+        ("_forward_hooks", {"calls": "any"}, None),
+        ("_forward_hooks", {}, None),
+        ("_forward_pre_hooks", {"inputs": True}, None),
+        ("_forward_pre_hooks", {"gradients": True}, None),
+        ("_forward_pre_hooks", {"inputs": True, "calls": "any"}, None),
+        ("_forward_pre_hooks", {}, OnInput(torch.neg)),
+    ],
+)
+def test_hooks_that_others_remove_are_missed_once(
+    kind: str, options: dict[str, Any], post: Any
+) -> None:
+    net = nn.Sequential(linear(), nn.Tanh(), linear())
+    rnet = recorder(net, "0", "2", **options)
+    posts = None if post is None else {"2": post}
+    expected = rnet(X, activation_postproc=posts)
+    getattr(net[2], kind).clear()
+    with pytest.raises(FlowError, match=r"1-3 2 \(Linear\)") as caught:
+        rnet(X, activation_postproc=posts)
+    assert "1-1" not in str(caught.value)
+    assert same_bits(rnet(X, activation_postproc=posts), expected)
+    assert len(rnet.activations) == 2
+
+
+@pytest.mark.parametrize("kind", ["_forward_hooks", "_forward_pre_hooks"])
+def test_hooks_on_own_code_that_others_remove_are_missed(kind: str) -> None:
+    net = nn.Sequential(linear(), nn.Tanh())
+    rnet = recorder(net, "0/linear", "0", calls="any")
+    getattr(net[0], kind).clear()
+    with pytest.raises(FlowError, match="others have removed"):
+        rnet(X)
+    rnet(X)
+    assert torch.equal(rnet.activations["0/linear"][0], net[0](X))
 
 
 def test_a_pass_that_fails_leaves_the_hooks_to_one_that_has_only_begun() -> None:
