@@ -246,7 +246,8 @@ class RecordingSide:
     def __init__(self, recording: Recording, what: str) -> None:
         self.recording = recording
         self.architecture = recording.architecture
-        self.made_with = recording.made_with
+        # What is kept in results can be pickled, unlike a view.
+        self.made_with = dict(recording.made_with)
         self.what = what
         self.knows_inputs = bool(recording.calls.labels)
         self._seen: set[SampleId] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -391,3 +392,12 @@ def test_what_counts_no_samples_has_no_digests_and_is_compared_between_networks(
         rnet.collect(loader, reduce=Digest(), store=None, progress=False)
     # Two networks are compared there, too.
     assert "positions" in compare(rnet, rnet, loader)
+
+
+def test_what_was_found_goes_to_other_processes() -> None:
+    one, two = (rowwise(weight).collect([DATA], progress=False) for weight in (2.0, 3.0))
+    found = compare(one, two, progress=False)
+    again = pickle.loads(pickle.dumps(found))
+    assert again.first.layer.name == found.first.layer.name == "scale"
+    assert str(again) == str(found)
+    assert again.made_with == (one.made_with, two.made_with)
