@@ -198,6 +198,21 @@ def test_exception_leaves_no_hooks_and_no_half_record() -> None:
     assert same_bits(rnet.activations["1"], torch.tanh(net[0].forward(x)))
 
 
+def test_a_pass_that_fails_or_records_nothing_leaves_no_records_of_the_one_before() -> None:
+    rnet = recorder(small_net(), "0", inputs=True, gradients=True)
+    x = torch.randn(3, 4)
+
+    def fails() -> None:
+        with pytest.raises(RuntimeError, match="shapes"):
+            rnet(torch.randn(3, 5))
+
+    for follow in (fails, lambda: rnet(x, activation_postproc=torch.neg, dont_record=True)):
+        rnet(x).sum().backward()
+        assert all(map(len, (rnet.activations, rnet.inputs, rnet.gradients)))
+        follow()
+        assert not any(map(len, (rnet.activations, rnet.inputs, rnet.gradients)))
+
+
 def test_exception_in_a_hook_of_the_user_leaves_nothing() -> None:
     net = small_net()
     rnet = recorder(net, "0", "1", "2")
