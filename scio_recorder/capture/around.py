@@ -222,7 +222,7 @@ class AroundPlain(Around):
     is_plain = True
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self._plain = private.plain_call(module)
         # A first use has a frame more, which calls must not see.
         private.called_module()
@@ -232,7 +232,7 @@ class AroundPlain(Around):
         if torch.compiler.is_dynamo_compiling():
             return self.run_traced(args, kwargs)
         called = private.called_module()
-        if called is not None and called is not self._module:
+        if called is not None and called is not self.module:
             return private.plain_call(called)(*args, **kwargs)
         return self.run(args, kwargs)
 

@@ -100,7 +100,6 @@ class _AroundMeasured(AroundCode):
 
     def __init__(self, module: nn.Module, name: str, meter: EntropyMeter) -> None:
         super().__init__(module, meter.local)
-        self.module = module
         self._name, self._meter = name, meter
 
     def mode(self) -> _Measuring | None:

@@ -130,7 +130,7 @@ class _AroundLayer(AroundPlain):
 
     def __init__(self, module: nn.Module, block: SavedTensors) -> None:
         super().__init__(module)
-        self.module, self._block = module, block
+        self._block = block
 
     def run(self, args: Any, kwargs: Any) -> Any:
         with self._block.hooks(self.module):

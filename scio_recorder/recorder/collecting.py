@@ -60,6 +60,8 @@ class Collecting(nn.Module):
     _gradient_hooks: GradientHooks
     # The block of `collecting`, if the recorder is in one.
     _collected: CollectedPasses | None
+    # The share of this process in a dataset that a sampler splits; the upper storey knows it.
+    _share_of: Callable[..., Share | None]
 
     def _refuse_inside_fsdp(self) -> None:
         if private_distributed.is_inside_fsdp(self):
@@ -337,19 +339,14 @@ class Collecting(nn.Module):
         torch.Size([4, 4])
         """
         from scio_recorder.display.progress import progress_bar
-        from scio_recorder.recording.collection import Collection, saying_what_is_durable
-        from scio_recorder.recording.feed import Feed
-        from scio_recorder.recording.options import CollectOptions
+        from scio_recorder.recording import collection, feed, options
 
-        asked = CollectOptions.among(locals())
-        feed = Feed(batches, asked, share=self._share_of(batches, has_ids=sample_ids is not None))
-        bar = progress_bar("collecting batches", feed.num_batches, is_wanted=progress)
-        with saying_what_is_durable(store):
-            return self._go_through(Collection(self._capture, feed), bar)
-
-    def _share_of(self, loader: Any, *, has_ids: bool) -> Share | None:
-        """Return the share of this process in a dataset that a sampler splits."""
-        raise NotImplementedError
+        asked = options.CollectOptions.among(locals())
+        share = self._share_of(batches, has_ids=sample_ids is not None)
+        given = feed.Feed(batches, asked, share=share)
+        bar = progress_bar("collecting batches", given.num_batches, is_wanted=progress)
+        with collection.saying_what_is_durable(store):
+            return self._go_through(collection.Collection(self._capture, given), bar)
 
     def _go_through(
         self, collection: Collection, progress: AbstractContextManager[Advance]
@@ -557,25 +554,20 @@ class Collecting(nn.Module):
         >>> collection.recording["0-1"].shape
         torch.Size([12, 1])
         """
-        from scio_recorder.recording.collection import (
-            CollectedPasses,
-            Collection,
-            saying_what_is_durable,
-        )
-        from scio_recorder.recording.feed import Feed
-        from scio_recorder.recording.options import CollectOptions
+        from scio_recorder.recording import collection, feed, options
 
         if self._collected is not None:
             raise CollectError(
                 "the recorder is collecting already: leave that block first, or use another "
                 "Recorder of the same network"
             )
-        asked = CollectOptions.among(locals())
+        asked = options.CollectOptions.among(locals())
         # An iterator, since the number of passes is not known.
-        feed = Feed(iter(()), asked)
-        collected = CollectedPasses(Collection(self._capture, feed, is_of_others=True))
+        given = feed.Feed(iter(()), asked)
+        passes = collection.Collection(self._capture, given, is_of_others=True)
+        collected = collection.CollectedPasses(passes)
         with (
-            saying_what_is_durable(store),
+            collection.saying_what_is_durable(store),
             collected.open(progress=progress),
             self._around(Watcher(None, activation_postproc)),
         ):

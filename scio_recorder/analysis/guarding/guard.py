@@ -158,7 +158,6 @@ class _AroundGuarded(AroundCode):
 
     def __init__(self, module: nn.Module, checks: Checks) -> None:
         super().__init__(module, checks.local)
-        self.module = module
         self._checks = checks
 
     def mode(self) -> GuardedCode | None:
