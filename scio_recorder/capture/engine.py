@@ -263,7 +263,8 @@ class Capture:
             with self._lock:
                 # From here on a pass of another thread that fails leaves the hooks where they are.
                 RUNNING[id(current)] = RunningPass(self.site, threading.get_ident(), current)
-                self._hooks.make_ready(self.program.modules_of(current.posts.on_inputs))
+                on_inputs = current.posts.on_inputs
+                self._hooks.make_ready(self.program.modules_of(on_inputs) if on_inputs else set())
             if self.options.gradients or current.posts.acts:
                 self._expect_rerun(current)
             local.active = current
@@ -289,7 +290,11 @@ class Capture:
         return output
 
     def _finish(self, current: Pass) -> None:
-        activations, inputs, attention = current.finish(self._hooks.removed_by_others())
+        options = self.options
+        # Otherwise the number of calls shows that a hook is gone.
+        may_lack_hooks = options.inputs or current.posts.on_inputs or options.calls == "any"
+        unhooked = self._hooks.removed_by_others() if may_lack_hooks else ()
+        activations, inputs, attention = current.finish(unhooked)
         if not current.is_bare:
             current.learn()
         if current.records_outputs:

@@ -294,7 +294,8 @@ class Pass:
         """
         program, log = self.program, self.log
         modules, is_as_labelled = log[::3], True
-        self._refuse_unseen_calls(unhooked)
+        if unhooked or not program.counts_calls:
+            self._refuse_unseen_calls(unhooked)
         self._positions = range(len(modules))
         if self._misnamed:
             raise FlowError(
@@ -337,8 +338,6 @@ class Pass:
                 "removed the hooks of these modules: remove yours by their handles, or call "
                 "record(...) again"
             )
-        if program.counts_calls:
-            return
         if self.called_in_other_threads:
             raise FlowError(f"{lacks}.{self._explain_threads()}")
         unseen = program.inside_compiled_parts()
