@@ -583,7 +583,9 @@ class CollectedPasses:
         capture, batch = collection.capture, inputs.named(collection.capture.net)
         options: dict[str, Any] = {"given": given, "records_outputs": capture.is_watched}
         is_taken = collection.feed.is_taken and not collection.is_complete
-        if collection.begin(batch, Inputs((), batch), is_taken=is_taken):
+        # Functions of rows and ids may call the network.
+        begin = partial(collection.layers.run_aside, collection.begin)
+        if begin(batch, Inputs((), batch), is_taken=is_taken):
             return collection.take(lambda sink: capture.run(call, *inputs, sink=sink, **options))
         return capture.run(call, *inputs, **options)
 

@@ -292,7 +292,7 @@ class ReducingIntake(LayerIntake):
             options = {"to_rows": current.rows.labels} if is_in_part else {}
             was_reduced, current.is_reduced = current.is_reduced, True
             try:
-                reduction.update(kept, current.batch, **options)
+                self.options.run_aside(reduction.update, kept, current.batch, **options)
             except CollectError as error:
                 # Reductions of this library check all values before they change anything.
                 current.is_reduced = was_reduced or not is_ours

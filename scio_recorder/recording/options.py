@@ -115,11 +115,11 @@ class LayerOptions:
         self.reductions: dict[RowIdx, Reductions] = {
             label: _fresh(given) for label, given in self._by_layer(asked.reduce, "reduce").items()
         }
-        # Calls of the network in a transform are no part of the pass.
-        aside = capture.site.local.run_aside
+        # Calls of the network in a user's function are no part of the pass.
+        self.run_aside = capture.site.local.run_aside
         self.transforms: dict[RowIdx, Transform] = {}
         for label, function in self._by_layer(asked.transform, "transform").items():
-            self.transforms[label] = partial(aside, function)
+            self.transforms[label] = partial(self.run_aside, function)
             if not takes(function, 2):
                 raise CollectError(
                     f"the transform of layer {self.architecture[label]} is {function!r}: it must "

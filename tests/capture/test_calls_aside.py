@@ -1,4 +1,4 @@
-"""Post-processors and transforms that call the network's own modules, which are no layers then."""
+"""Functions of users that call the network's own modules, which are no layers then."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scio_recorder import Recorder
+from scio_recorder import Nodes, Recorder
 from scio_recorder.postprocessors import OnInput
+from scio_recorder.reductions import Mean
 from tests.zoo.base import linear
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -121,6 +122,37 @@ def test_transforms(way: str, watched: bool) -> None:
         first = torch.cat([net[0].forward(batch) for batch in batches])
     torch.testing.assert_close(recording["0"], 2 * first)
     torch.testing.assert_close(recording["2"], net[2].forward(first.relu()).detach())
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+def test_predicted_classes_of_a_reduction(is_block: bool) -> None:
+    net, rnet = made()
+    data = [torch.randn(6, 4) for _ in range(3)]
+    mean = Mean(by=lambda batch: net(batch["input"] if is_block else batch).argmax(1))
+    with torch.no_grad():
+        if is_block:
+            with rnet.collecting(store=None, reduce=mean) as collection:
+                for x in data:
+                    net(x)
+            found = collection.recording["0"]
+        else:
+            found = rnet.collect(data, store=None, reduce=mean, progress=False)["0"]
+        x = torch.cat(data)
+        classes, first = net(x).argmax(1), net[0](x)
+    assert {*found} == {*classes.tolist()}
+    for label, value in found.items():
+        torch.testing.assert_close(value, first[classes == label].mean(0))
+
+
+def test_facts_about_rows_of_a_block() -> None:
+    net, rnet = made()
+    rnet.record("0")
+    rows = Nodes(sample=None, fields={"class": lambda batch: net(batch["input"]).argmax(1)})
+    x = torch.randn(6, 4)
+    with rnet.collecting(rows=rows) as collection:
+        net(x)
+    assert collection.recording.num_rows == 6
+    assert torch.equal(collection.recording.rows["class"], net(x).argmax(1))
 
 
 def test_a_postprocessor_that_fails_leaves_the_recorder_as_it_was() -> None:
