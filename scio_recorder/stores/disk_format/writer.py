@@ -111,13 +111,13 @@ class RunWriter:
         self._has_remains = (
             self._right is None or self._right.is_inherited or bool(self.run.chunks[rank])
         )
-        if self._has_remains:
-            # Found files need not be durable: their writer may have been killed before that.
+        if self.run.chunks[rank]:
+            # Found commits need not be durable: their writer may have been killed before that.
             medium.sync()
-            # Without a lock, another writer may be active that has lost its right, or never had
-            # any, and be about to commit and to refer to a state. It can't after our next commit.
-            if self._right is None and medium.has_locks:
-                self._clear()
+        # Without a lock, another writer may be active that has lost its right, or never had any,
+        # and be about to commit and to refer to a state. It can't after our next commit.
+        if self._right is None and medium.has_locks:
+            self._clear()
 
     @classmethod
     def create(
