@@ -17,6 +17,7 @@ from scio_recorder import (
     RecomputeError,
     Recorder,
     SelectorTypeError,
+    UnsupportedNetError,
 )
 
 WIDTH = 4
@@ -357,3 +358,25 @@ def test_if_one_of_the_calls_is_overwritten_all_are_copied() -> None:
             first = nn.functional.linear(x, net.layer.weight, net.layer.bias)
             second = nn.functional.linear(first + 1, net.layer.weight, net.layer.bias)
             assert list(map(torch.equal, rnet.activations["layer"], (first, second))) == [True] * 2
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mapped: Tensor = torch.vmap(self.inner)(x)
+        return mapped
+
+
+@pytest.mark.parametrize("calls", ["labelled", "any"])
+def test_a_layer_inside_a_transform_can_not_be_recorded(calls: Any) -> None:
+    rnet = Recorder(Mapped(), input_size=(3, WIDTH))
+    rnet.record("inner", calls=calls)
+    for _ in range(2):
+        with pytest.raises(UnsupportedNetError, match=r"1-1 inner .* inside a torch.func"):
+            rnet(torch.randn(3, WIDTH))
+    rnet.record("", calls=calls)
+    rnet(torch.randn(3, WIDTH))
+    assert len(rnet.activations) == 1

@@ -214,7 +214,7 @@ class Conditional(nn.Module):
         (lambda net: net.given["mask"] is not None, lambda rnet, x: rnet(x, torch.ones(3))),
         (lambda net: net.given["mask"] is not None, lambda rnet, x: rnet(x, mask=torch.ones(3))),
         (lambda net: len(net.given["mask"] or ()) == 2, lambda rnet, x: rnet(x, mask=[x, x])),
-        (lambda net: net.given["how"] == "other", lambda rnet, x: rnet(x, how="other")),
+        (lambda net: net.given["how"] == "other", lambda rnet, x: rnet(x, mask=None, how="other")),
     ],
     ids=["training", "gradients", "autocast", "input", "keyword", "structure", "text"],
 )

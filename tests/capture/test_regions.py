@@ -352,3 +352,19 @@ def test_inputs_are_changed_in_the_calls_that_start_in_the_same_place(
             found = gradients(net, rnet(leaf(), activation_postproc=OnInput(triple)))
             truth = gradients(net, by_hand(layer, leaf(), row.call))
             torch.testing.assert_close(found, truth)
+
+
+@REENTRANT
+def test_two_backward_passes_through_one_graph_run_a_region_again_each(reentrant: bool) -> None:
+    net = small(around(reentrant))
+    rnet = recorder(net, "block.0")
+    x = leaf()
+    hidden = net.block[0].forward(net.first.forward(x)) * 3
+    truth = net.block[2].forward(torch.tanh(hidden))
+    wanted = gradients(net, truth)
+    out = rnet(x, activation_postproc={"block.0": triple})
+    for is_last in (False, True):
+        net.zero_grad()
+        out.square().sum().backward(retain_graph=not is_last)
+        found = {name: one.grad for name, one in net.named_parameters()}
+        assert all(torch.equal(found[name], one) for name, one in wanted.items()), is_last
