@@ -290,10 +290,10 @@ class Capture:
         return output
 
     def _finish(self, current: Pass) -> None:
-        options = self.options
+        hooks = self._hooks
         # Otherwise the number of calls shows that a hook is gone.
-        may_lack_hooks = options.inputs or current.posts.on_inputs or options.calls == "any"
-        unhooked = self._hooks.removed_by_others() if may_lack_hooks else ()
+        is_hidden = hooks.with_inputs or not self.program.counts_calls
+        unhooked = hooks.removed_by_others() if is_hidden else ()
         activations, inputs, attention = current.finish(unhooked)
         if not current.is_bare:
             current.learn()

@@ -235,7 +235,8 @@ class Hooks:
         self._all = (*self._modules, *(module for module, _ in self._own_code))
         self._counts_calls = program.counts_calls
         self._site = site
-        self._with_inputs = set(range(len(self._modules))) if with_inputs else set()
+        # The indices of modules with hooks on their inputs; post-processors add some.
+        self.with_inputs = set(range(len(self._modules))) if with_inputs else set()
         self._checked_at = -1
         # Set when all are attached, and cleared before the first is removed: an interruption can
         # come between any two.
@@ -253,7 +254,7 @@ class Hooks:
             if not private.calls_compiled(module):
                 if not self._own(after):
                     module.register_forward_hook(hook.after)
-                if index in self._with_inputs and not self._own(before):
+                if index in self.with_inputs and not self._own(before):
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
             elif self._is_newly_compiled(module):
                 self._remove_from(module)
@@ -294,7 +295,7 @@ class Hooks:
         """Return the entries whose hooks are gone, where the number of calls does not tell."""
         if not self.is_attached:
             return set()
-        found = {index for index in self._with_inputs if self._lacks(self._modules[index], 1)}
+        found = {index for index in self.with_inputs if self._lacks(self._modules[index], 1)}
         if self._counts_calls:
             return found
         found |= {index for index, module in enumerate(self._modules) if self._lacks(module, 0)}
@@ -351,8 +352,8 @@ class Hooks:
         """
         has_compiler = private.DYNAMO in sys.modules
         is_newly_compiled = has_compiler and any(map(self._is_newly_compiled, self._modules))
-        if is_newly_compiled or not indices <= self._with_inputs:
-            self._with_inputs |= indices
+        if is_newly_compiled or not indices <= self.with_inputs:
+            self.with_inputs |= indices
             self.attach()
         else:
             self.make_last()
