@@ -176,6 +176,23 @@ def test_a_full_disk_can_be_waited_out(tmp_path):
     check_complete(path)
 
 
+def test_found_commits_are_made_durable_before_they_count(tmp_path):
+    # Their writer may have been killed between the rename and the sync of the folder.
+    synced = []
+
+    def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
+        if name == "fsync":
+            synced.append(stat.S_ISDIR(os.fstat(arguments[0]).st_mode))
+        return go_on()
+
+    path = tmp_path / "run"
+    with start(path) as writer:
+        writer.append(rows(0, 3), range(3))
+    with intercepted(act), start(path) as writer:
+        assert writer.durable == 3
+        assert synced == [True]
+
+
 def test_what_may_be_there_or_not_is_not_committed_twice(tmp_path):
     # The sync of the folder fails: the commit has its name, and may lose it with the power.
     def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
