@@ -205,6 +205,9 @@ class Column:
             warn("Column(is_exact=) does nothing any more: leave it out", DeprecationWarning)
         self.spec = spec
         self.row_bytes = spec.nbytes
+        # The rows that the memory has room for, and those of which it is ready.
+        self.capacity = 0
+        self._ready = 0
         self._buffer = buffer
         self._reserve(max(rows, 1))
 
