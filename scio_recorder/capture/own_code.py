@@ -133,7 +133,8 @@ class AroundCode(AroundPlain):
         finally:
             # The module may have entered or left modes for good, as `set_default_device` does.
             now = [mode for mode in private.function_modes() if mode not in (own, outer)]
-            if outer is not None:
+            # Torch takes a mode away while it handles a call, as when a post-processor runs.
+            if outer in modes:
                 above = len(modes) - 1 - modes.index(outer)
                 now.insert(len(now) - above, outer)
             private.set_function_modes(now)

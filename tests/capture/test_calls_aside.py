@@ -59,6 +59,28 @@ def test_postprocessors(way: str, calls: str, copy: str) -> None:
             torch.testing.assert_close(record, expected)
 
 
+@pytest.mark.parametrize("calls", ["labelled", "any"])
+@pytest.mark.parametrize("way", WAYS)
+def test_postprocessors_of_operations(way: str, calls: str) -> None:
+    class Own(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.add(torch.tanh(super().forward(torch.sin(x))), 1)
+
+    net = Own(linear(), nn.ReLU(), linear())
+    rnet = Recorder(net, input_size=(3, 4), verbose=0)
+    rnet.record("*/*", calls=calls)
+    for x in torch.randn(3, 3, 4):
+        output = rnet(
+            x, activation_postproc={"/sin": others(net)[way], "0/linear": others(net)[way]}
+        )
+        inner = net[2].forward((net[0].forward(x.sin() * 2) * 2).relu())
+        torch.testing.assert_close(output, inner.tanh() + 1)
+        calls_of_tanh = rnet.activations["/tanh"]
+        torch.testing.assert_close(
+            calls_of_tanh[0] if calls == "any" else calls_of_tanh, inner.tanh()
+        )
+
+
 def test_inputs_and_gradients() -> None:
     net, rnet = made(inputs=True, gradients=True)
     x = torch.randn(3, 4)
