@@ -296,6 +296,29 @@ def test_weights_in_place_of_others_where_it_does_not_show() -> None:
         rnet.recompute("0.aside")
 
 
+class Sometimes(nn.Module):
+    """Runs a layer beside its output, as long as an attribute says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside, self.runs = nn.Linear(4, 4), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.runs:
+            self.aside(x)
+        return x * 2
+
+
+def test_a_layer_that_does_not_run_again_is_an_error() -> None:
+    rnet = Recorder(Sometimes(), input_size=(1, 4))
+    rnet.record("", inputs=True)
+    rnet(torch.ones(2, 4))
+    assert "aside" in rnet.recompute("aside")
+    rnet.net.runs = False
+    with pytest.raises(RecomputeError, match="attributes of modules"):
+        rnet.recompute("aside")
+
+
 def test_other_changes_are_an_error() -> None:
     rnet = recorder(blocks().eval())
     rnet.record("1", inputs=True)

@@ -104,6 +104,17 @@ def test_the_maker_is_the_one_that_plain_hooks_find(number: int, name: str) -> N
     assert origin.weights_finite == all(bool(one.isfinite().all()) for one in weights)
 
 
+def test_the_first_origin_stays_if_the_block_goes_on_after_its_error() -> None:
+    net = nn.Sequential(Do(lambda x: x / x), Do(lambda x: x / (x - 1)))
+    with recorder(net).guard() as guard:
+        for value, maker in ((1.0, "1"), (0.0, "0")):
+            with pytest.raises(NonFiniteError) as caught:
+                net(torch.full((1, 4), value))
+            assert caught.value.origin.layer.name == maker
+    assert guard.origin is not None
+    assert guard.origin.layer.name == "1"
+
+
 def test_buffers_count_as_weights() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     rnet = recorder(net)
