@@ -7,7 +7,6 @@ Activation Patching At Industrial Scale", 2023).
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import sys
@@ -50,7 +49,7 @@ from scio_recorder.nets.state.untouched import NetState, untouched
 from scio_recorder.postprocessors.floating_map import describe
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import booleans
-from scio_recorder.tensors.copies import is_dense, same_bits, twin, with_float64
+from scio_recorder.tensors.copies import is_dense, twin, with_float64
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -58,8 +57,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Positions: TypeAlias = Literal["all"] | Iterable[int] | None
-# The number of values of an output that are compared.
-_SAMPLED = 4096
 # Takes a layer's output, and returns what the network goes on with; None for the same.
 _Replace: TypeAlias = Callable[[RowIdx, Any], Any]
 
@@ -268,13 +265,10 @@ class _Runs:
 
     def __init__(self, capture: Capture, metric: Any) -> None:
         self.architecture, self.labels = capture.architecture, capture.recording
-        self.in_order = self.architecture.in_order(self.labels)
         self._net, self._program = capture.net, capture.program
-        self.metric = metric
+        self._metric = metric
         # Copies of what the layers return in the clean run, which is the first.
         self.outputs: dict[RowIdx, Any] = {}
-        # What the last layer itself returns in the corrupted run, and each time it is patched.
-        self.last_outputs: list[list[Tensor]] = []
         self._specs: dict[RowIdx, Any] = {}
         self._counts: Counter[int] = Counter()
         self._has_run = False
@@ -297,7 +291,7 @@ class _Runs:
             self._capture.remove()
 
     def run(self, inputs: Inputs, replace: _Replace) -> Any:
-        """Run the network on inputs, and return its output."""
+        """Run the network on inputs, and return what the metric makes of its output."""
         if self._has_run:
             self.state.put_back()
         self._has_run = True
@@ -305,7 +299,7 @@ class _Runs:
         args, kwargs = map_tensors(twin, inputs) if torch.is_grad_enabled() else inputs
         self._counts, self._replace = Counter(), replace
         if self._capture is not None:
-            return self._run_pass(self._capture, args, kwargs, replace)
+            return self._metric(self._run_pass(self._capture, args, kwargs, replace))
         output = self._net(*args, **kwargs)
         self._replace = None
         wrong = self._program.wrong_calls(self._counts)
@@ -315,7 +309,7 @@ class _Runs:
                 f"at labelling: {'; '.join(wrong)}. Label the net as it is used (mode=, "
                 "input_data=), or record other layers"
             )
-        return output
+        return self._metric(output)
 
     def _run_pass(self, capture: Capture, args: Any, kwargs: Any, replace: _Replace) -> Any:
         posts = [partial(replace, label) for label in self._program.order]
@@ -337,9 +331,7 @@ class _Runs:
     def check(self, at: RowIdx, output: Any) -> None:
         """Copy a layer's output in the clean run, and compare its shape in other runs."""
         spec = spec_of(output)
-        if at in self.outputs:
-            self.note(at, output)
-        else:
+        if at not in self.outputs:
             refuse_transforms("patched")
             self.outputs[at], self._specs[at] = map_tensors(twin, output), spec
         if spec != self._specs[at]:
@@ -351,65 +343,24 @@ class _Runs:
                 "tokens), or record other layers"
             )
 
-    def note(self, at: RowIdx, output: Any) -> None:
-        """Note what the last of the layers returns before it is patched."""
-        if at == self.in_order[-1]:
-            self.last_outputs.append([*map(twin, tensors(output))])
-
 
 def _patched(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions) -> Effects:
     """Return the metric of a run for each layer and position."""
 
-    def patch(patched_at: RowIdx, position: int | None, at: RowIdx, output: Any) -> Any:
-        if at != patched_at:
-            return None
-        runs.note(at, output)
-        return patched(output, runs.outputs[at], position)
+    def patch(patched_at: RowIdx, position: int | None) -> _Replace:
+        return lambda at, output: (
+            patched(output, runs.outputs[at], position) if at == patched_at else None
+        )
 
-    output = runs.run(clean, runs.check)
-    first, from_clean = _number(runs.metric(output)), _values(output)
+    first = _number(runs.run(clean, runs.check))
     chosen = _places(runs.architecture, runs.outputs, positions)
-    output = runs.run(corrupted, runs.check)
-    before, from_corrupted = _number(runs.metric(output)), _values(output)
+    before = _number(runs.run(corrupted, runs.check))
     places: Sequence[int | None] = [None] if chosen is None else chosen
-    found: dict[Any, float] = {}
-    for key in itertools.product(runs.in_order, places):
-        output = runs.run(corrupted, partial(patch, *key))
-        found[key] = _number(runs.metric(output))
-    is_known = chosen is None and found[key] == first
-    if not (is_known and _ran_before(runs, _values(output), from_clean, from_corrupted)):
-        _run_again(runs, corrupted, before)
-    rows = [[found[at, position] for position in places] for at in runs.labels]
-    table = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    table = table[:, 0] if chosen is None else table
-    return Effects(runs.architecture, runs.labels, chosen, table, first, before)
-
-
-def _values(output: Any) -> list[Tensor]:
-    """Return some values of each tensor of an output: all could take longer than another run."""
-    return [
-        one.detach().flatten()[:: 1 + one.numel() // _SAMPLED].clone()
-        for one in tensors(output)
-        if is_dense(one)
+    values = [
+        [_number(runs.run(corrupted, patch(at, position))) for position in places]
+        for at in runs.labels
     ]
-
-
-def _ran_before(runs: _Runs, *outputs: list[Tensor]) -> bool:
-    """Whether the last run was made before, in two halves, and so shows that no state was missed.
-
-    Up to the last layer it had corrupted values, as one of the other outputs, and from there on
-    clean ones, as the other.
-    """
-    if len({*map(len, outputs)}) > 1:
-        return False
-    triples = zip(*outputs, strict=True)
-    known = [same_bits(own, one) or same_bits(own, other) for own, one, other in triples]
-    return all((*known, *map(same_bits, runs.last_outputs[0], runs.last_outputs[-1])))
-
-
-def _run_again(runs: _Runs, corrupted: Inputs, before: float) -> None:
-    """Refuse a network whose metric is another one when it runs again."""
-    again = _number(runs.metric(runs.run(corrupted, runs.check)))
+    again = _number(runs.run(corrupted, runs.check))
     if before != again and not (math.isnan(before) and math.isnan(again)):
         raise ComparisonError(
             f"the metric of the corrupted run was {before} at first, and {again} when it ran again "
@@ -417,6 +368,9 @@ def _run_again(runs: _Runs, corrupted: Inputs, before: float) -> None:
             "a global variable or an iterator. Effects of layers can't be told from that: keep "
             "such state in attributes of the network"
         )
+    table = torch.tensor(values, dtype=torch.float64, device="cpu")
+    table = table[:, 0] if chosen is None else table
+    return Effects(runs.architecture, runs.labels, chosen, table, first, before)
 
 
 def _number(value: Any) -> float:
@@ -607,9 +561,9 @@ def _estimated(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positio
         return copies
 
     # Kernels may differ where gradients are asked for: both runs use the same.
-    first = _number(runs.metric(runs.run(clean, share)))
+    first = _number(runs.run(clean, share))
     chosen = _places(runs.architecture, runs.outputs, positions)
-    value = runs.metric(runs.run(corrupted, share))
+    value = runs.run(corrupted, share)
     before = _number(value)
     if not isinstance(value, Tensor) or not value.requires_grad:
         raise ComparisonError(
