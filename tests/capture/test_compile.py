@@ -367,3 +367,14 @@ def test_copies_of_a_net_with_a_recorded_compiled_block_have_no_hooks() -> None:
     rnet(torch.randn(3, 4))
     twin = copy.deepcopy(net)
     assert not any(module._forward_hooks for module in twin.modules())
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_postprocessor_that_works_in_place_changes_the_record_of_a_compiled_pass() -> None:
+    net = nn.Sequential(linear(), nn.ReLU())
+    rnet = recorder(net, "0")
+    compiled, x = torch.compile(rnet, fullgraph=True, backend="eager"), torch.randn(3, 4)
+    with torch.no_grad():
+        output = compiled(x, activation_postproc=lambda tensor: tensor.mul_(2))
+        torch.testing.assert_close(rnet.activations["0"], 2 * net[0].forward(x))
+        torch.testing.assert_close(output, torch.relu(2 * net[0].forward(x)))

@@ -595,3 +595,13 @@ def test_batches_stay_what_they_are(tmp_path):
     # Each of these was in another filling of the same buffer.
     rows = torch.cat(list(loader))[:, 0]
     assert sorted(rows.tolist()) == list(range(2048))
+
+
+def test_a_state_of_workers_is_not_for_another_number_of_them(tmp_path, monkeypatch):
+    loader = collected("host", tmp_path).loader("0", batch_size=8)
+    state = {**loader.state_dict(), "batches": 3, "readers": 2}
+    for workers in (3, 1):
+        loader.load_state_dict(state)
+        with monkeypatch.context() as patch, pytest.raises(ArgumentError, match="from 2 workers"):
+            as_worker(patch, 0, workers)
+            iter(loader)
