@@ -476,6 +476,20 @@ def test_a_replica_of_the_network_runs_its_own_weights() -> None:
     assert len(passes) == 1
 
 
+def test_of_several_blocks_the_innermost_changes_what_no_call_does() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    rnet, x = watched(net, "0"), torch.randn(2, 4)
+
+    def by(factor: float) -> Tensor:
+        return torch.tanh(net[0].forward(x) * factor)
+
+    with rnet.watch(lambda output: output * 3):
+        with rnet.watch(lambda output: output * 2):
+            assert torch.equal(net(x), by(2))
+            assert torch.equal(rnet(x, activation_postproc=lambda output: output * 5), by(5))
+        assert torch.equal(net(x), by(3))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiling_the_network_in_the_block_is_refused() -> None:
     net = Residual()

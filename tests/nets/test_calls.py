@@ -50,6 +50,20 @@ def test_other_number_of_calls_is_named(seen: int) -> None:
     assert len(rnet.activations) == 0
 
 
+def test_one_of_several_calls_is_recorded_and_all_are_counted() -> None:
+    net = Repeats(3)
+    rnet = recorder(net, "1-3")
+    x = torch.randn(3, 4)
+    rnet(x)
+    assert list(rnet.activations) == [(1, 3)]
+    truth = net.step.forward(net.step.forward(net.first.forward(x)))
+    assert same_bits(rnet.activations["1-3"], truth)
+    for times in (2, 4):
+        net.times = times
+        with pytest.raises(FlowError, match=f"3 at labelling, {times} now"):
+            rnet(x)
+
+
 def test_right_again_after_a_wrong_number_of_calls() -> None:
     net = Repeats(2)
     rnet = recorder(net, "step")

@@ -311,6 +311,25 @@ def test_a_part_that_is_completed_while_it_is_taken_is_given_back(monkeypatch):
     assert one.names == [manifest_name(0)]
 
 
+def test_a_lease_that_was_put_without_an_answer_is_ours(monkeypatch):
+    one = Alone()
+    claim = Bucket.claim
+
+    def claim_again(self, name, content):
+        claim(self, name, content)
+        if "clock" not in name:
+            # The answer was lost, and the request is made once more.
+            raise FileExistsError(name)
+
+    monkeypatch.setattr(Bucket, "claim", claim_again)
+    lease = one.worker("a").take()
+    assert lease is not None
+    one.pass_time(15)
+    lease.renew()
+    lease.check()
+    assert one.worker("b").take() is None
+
+
 def test_the_lock_of_a_dead_process_frees_its_part_at_once(tmp_path, monkeypatch):
     def worker() -> Claims:
         return Claims(Folder(str(tmp_path)), 1, {"machine": leases.machine()})
