@@ -74,6 +74,7 @@ def compare(
     match: Mapping[str, str] | None = None,
     rtol: float = 0.0,
     atol: float = 0.0,
+    operations: bool = False,
     *,
     floor: object = None,
     max_batches: int | None = None,
@@ -81,7 +82,6 @@ def compare(
     sample_ids: Callable[[Any], Any] | None = None,
     rows: Rows | None = None,
     progress: bool = True,
-    operations: bool = False,
 ) -> Difference:
     """Find the layers in which two runs differ, and the one that makes the difference.
 
@@ -103,6 +103,10 @@ def compare(
     rtol, atol : float, default 0
         Numbers are equal within ``atol + rtol * |reference|``. With both 0 they are equal bit for
         bit; other dtypes are compared as numbers. NaNs in the same places are equal.
+    operations : bool, default False
+        Find the line of code as well: both networks run once more on the batch in which the first
+        layer makes the difference, and all operations of its own code are compared.
+        ``first.operation`` is the reference's, ``first.candidate_operation`` the candidate's.
     floor : optional
         Ignored with a warning: noise between runs is no longer measured. Give tolerances.
     max_batches : int, optional
@@ -117,10 +121,6 @@ def compare(
         Compare tokens or nodes, without padding, if networks run.
     progress : bool, default True
         Show a progress bar, on a terminal.
-    operations : bool, default False
-        Find the line of code as well: both networks run once more on the batch in which the first
-        layer makes the difference, and all operations of its own code are compared.
-        ``first.operation`` is the reference's, ``first.candidate_operation`` the candidate's.
 
     Returns
     -------
