@@ -212,3 +212,18 @@ def test_a_state_over_another_range_is_not_loaded() -> None:
     other = Histogram(2, range=(0.0, 2.0))
     with pytest.raises(CollectError, match=r"bins=2, range=\[0.0, 2.0\]\), .* when the state"):
         other.load_state_dict(state.state_dict())
+
+
+def test_a_merge_that_changes_what_it_is_given_leaves_the_other_reduction_as_it_was():
+    def join(one, other):
+        other.extend(one)
+        return other
+
+    first, second = (
+        Fold(lambda found, values: [*(found or []), *values.tolist()], merge=join) for _ in range(2)
+    )
+    first.update(torch.tensor([1.0]))
+    second.update(torch.tensor([2.0]))
+    first.merge(second)
+    assert first.compute() == [2.0, 1.0]
+    assert second.compute() == [2.0]
