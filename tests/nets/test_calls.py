@@ -64,6 +64,17 @@ def test_one_of_several_calls_is_recorded_and_all_are_counted() -> None:
             rnet(x)
 
 
+def test_extract_counts_only_the_calls_before_its_end() -> None:
+    net = Repeats(3)
+    rnet = recorder(net, "1-3")
+    x = torch.randn(3, 4)
+    truth = net.step.forward(net.step.forward(net.first.forward(x)))
+    assert same_bits(rnet.extract(x)["1-3"], truth)
+    net.times = 1
+    with pytest.raises(FlowError, match="1 now"):
+        rnet.extract(x)
+
+
 def test_right_again_after_a_wrong_number_of_calls() -> None:
     net = Repeats(2)
     rnet = recorder(net, "step")
