@@ -360,18 +360,3 @@ def test_several_ranks(tmp_path):
         assert list(reader.sample_ids) == ["a", "b", "c", "d", "e"]
         assert reader.read("label", 0, 5).tolist() == [7, 8, 10, 11, 12]
         assert [reader.read_state(rank).value for rank in (0, 1)] == [{"rank": 0}, {"rank": 1}]
-
-
-def test_what_an_earlier_writer_has_put_is_durable_before_anything_follows_it(
-    tmp_path, monkeypatch
-):
-    make_run(tmp_path / "run", finish=False)
-    synced = []
-    fsync = system.fsync
-    monkeypatch.setattr(
-        system,
-        "fsync",
-        lambda descriptor: (synced.append(os.fstat(descriptor).st_ino), fsync(descriptor)),
-    )
-    with resume(tmp_path / "run"):
-        assert synced == [os.stat(tmp_path / "run").st_ino]
