@@ -148,6 +148,16 @@ def test_state_survives_a_file_and_goes_on(make: Make, options: Any, tmp_path: P
 
 @every
 @plain_and_by_class
+def test_a_recipe_makes_what_reads_the_state(make: Make, options: Any) -> None:
+    reduction = reduced(make, options)
+    recipe = json.loads(json.dumps(reduction.recipe))
+    restored = getattr(reductions, recipe.pop("kind")).from_recipe(**recipe)
+    restored.load_state_dict(reduction.state_dict())
+    assert_same(restored.compute(), reduction.compute())
+
+
+@every
+@plain_and_by_class
 def test_a_state_of_nothing(make: Make, options: Any, tmp_path: Path) -> None:
     write(make(**options).state_dict(), tmp_path)
     restored = reduced(make, options)
