@@ -174,6 +174,10 @@ class StoreWriter(abc.ABC):
     ) -> None:
         """Go on after a batch that counts from now on.
 
+        Copies from a GPU into the columns may be pending. So `column` adds ``first.device`` to
+        ``devices``, and `wait_for` comes before anything reads a column. A subclass that takes the
+        rows out sets ``start`` to 0.
+
         Parameters
         ----------
         ids : range, array.array or tuple

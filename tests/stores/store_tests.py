@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from scio_recorder import CollectError, Recorder, Tokens
 from scio_recorder.reductions import Mean
+from scio_recorder.stores import StoreWriter
 from tests.recording.nets import assert_same, batches, expected, recorder
 
 if TYPE_CHECKING:
@@ -58,6 +60,16 @@ class FormsNet(nn.Module):
 
 class FailedError(Exception):
     pass
+
+
+class Devices(set):
+    """Devices that know whether anybody waits for them."""
+
+    is_read = False
+
+    def __iter__(self):
+        self.is_read = True
+        return super().__iter__()
 
 
 class StoreTests:
@@ -162,3 +174,26 @@ class StoreTests:
         (tmp_path / "again").mkdir()
         again = rnet.collect(data, store=self.make_store(tmp_path / "again"), progress=False)
         assert_same(again, expected(rnet, data))
+
+    def test_a_block_that_ends_early(self, store):
+        rnet, data = recorder(), batches(3, 2)
+        with contextlib.suppress(FailedError), rnet.collecting(store=store) as passes:
+            rnet(data[0])
+            raise FailedError
+        assert not passes.recording.complete
+        assert_same(passes.recording, expected(rnet, data[:1]))
+
+    def test_copies_from_a_device_are_waited_for(self, store, monkeypatch):
+        found = []
+        commit = StoreWriter.commit
+
+        def watched(writer, *args, **kwargs):
+            writer.devices = Devices(writer.devices)
+            found.append(writer.devices)
+            commit(writer, *args, **kwargs)
+
+        monkeypatch.setattr(StoreWriter, "commit", watched)
+        recorder().collect(batches(3), store=store, progress=False)
+        (devices,) = found
+        assert devices.is_read
+        assert devices == {torch.device("cpu")}

@@ -19,7 +19,7 @@ from torch import nn
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores import Device, Disk, Host, Store, StoreWriter
-from scio_recorder.stores.buffers import Column, HostBuffer
+from scio_recorder.stores.buffers import Column, HostBuffer, wait_for
 from tests.recording.nets import assert_same, batches, expected, recorder
 from tests.stores.store_tests import StoreTests
 
@@ -67,9 +67,11 @@ class ShelfWriter(StoreWriter):
 
     def column(self, key, spec, first):
         self.columns[key] = Column(spec, HostBuffer(), len(first))
+        self.devices.add(first.device)
         return self.columns[key]
 
     def on_commit(self, ids, state):
+        wait_for(self.devices)
         shelf = {key: one.array[: self.start].clone() for key, one in self.columns.items()}
         self.shelves.append(shelf)
         self.start = 0
