@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self
+from typing import Any, Literal, ParamSpec, Self
 
 import torch
 from rich.console import Console
@@ -36,6 +36,7 @@ from scio_recorder.layer import (
 )
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net, list_operations
+from scio_recorder.nets.labelling.torchinfo import ModelStatistics
 from scio_recorder.nets.operations import Operations
 from scio_recorder.nets.records import Records
 from scio_recorder.nets.selection import (
@@ -50,10 +51,6 @@ from scio_recorder.postprocessors.assigning import Postprocessors, assign, assig
 from scio_recorder.recorder.analysis_methods import AnalysisMethods
 from scio_recorder.tensors import private, private_distributed
 from scio_recorder.tensors.arguments import booleans, signature_of
-
-if TYPE_CHECKING:
-    from torchinfo import ModelStatistics
-
 
 _Given = ParamSpec("_Given")
 
