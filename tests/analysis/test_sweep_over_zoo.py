@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scio_recorder import Recorder
-from tests.analysis.sweeping.sweeping import ByHand, weighed
+from tests.analysis.sweeping import ByHand, weighed
 from tests.harness import executed, make_recorder, trace
 from tests.oracle import differences, seed_everything, tensors
 from tests.zoo import CASES, Case

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClas
 from scio_recorder import ComparisonError, FlowError, Recorder, UnsupportedNetError
 from scio_recorder.errors import ArgumentError
 from tests.analysis.guarding.nonfinite import Do
-from tests.analysis.sweeping.sweeping import ByHand, weighed
+from tests.analysis.sweeping import ByHand, weighed
 from tests.harness import trace
 from tests.oracle import differences, seed_everything
 from tests.zoo import Net
