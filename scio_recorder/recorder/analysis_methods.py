@@ -1,4 +1,4 @@
-"""The methods of a recorder that belong to the upper storey: each calls it, and does nothing else.
+"""The methods of a recorder that belong to upper rooms: each calls one, and does nothing else.
 
 This is the only file of the room that imports from there, inside its functions: without a call of
 these methods, nothing of it is loaded.

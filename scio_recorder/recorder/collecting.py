@@ -60,7 +60,7 @@ class Collecting(nn.Module):
     _gradient_hooks: GradientHooks
     # The block of `collecting`, if the recorder is in one.
     _collected: CollectedPasses | None
-    # The share of this process in a dataset that a sampler splits; the upper storey knows it.
+    # The share of this process in a dataset that a sampler splits; an upper room knows it.
     _share_of: Callable[..., Share | None]
 
     def _refuse_inside_fsdp(self) -> None:

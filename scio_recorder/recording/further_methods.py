@@ -1,4 +1,4 @@
-"""The methods of a recording that the upper storey carries out: recomputing, and exports."""
+"""The methods of a recording that upper rooms carry out: recomputing, and exports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FurtherMethods(Readable):
-    """The part of a recording whose work is done by the upper storey."""
+    """The part of a recording whose work is done by upper rooms."""
 
     def recompute(
         self, rnet: nn.Module, *selectors: Any, activation_postproc: Postprocessors | None = None
