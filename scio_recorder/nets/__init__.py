@@ -1,1 +1,1 @@
-"""The labelled architecture of a network, its selectors, and records by label."""
+"""Labels, operations, attention, selection, records of a pass, and runs without a trace."""

@@ -1,7 +1,7 @@
 """The operating-system calls of the disk format, in one place.
 
-Every access to the file system goes through these names, so that a test can make any one of them
-fail, fall short or never return.
+Every call that opens, reads or changes files in a recording goes through these names, so that a
+test can make any one of them fail, fall short or never return.
 """
 
 from __future__ import annotations
