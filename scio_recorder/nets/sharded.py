@@ -361,7 +361,7 @@ class Shards:
         with following.followed():
             yield
         self._is_known = True
-        mark(self._architecture, following)
+        mark_shards(self._architecture, following)
         layers: dict[Shard, list[str]] = {}
         for layer in map(self._architecture.__getitem__, self._recording):
             if layer.shard is not None:
@@ -370,7 +370,7 @@ class Shards:
             warn(f"{', '.join(names)}: the record is {shard}", ShardWarning)
 
 
-def mark(architecture: Architecture, following: Following) -> None:
+def mark_shards(architecture: Architecture, following: Following) -> None:
     """Mark the layers of an architecture that returned shards in a pass that was followed."""
     marks: dict[DepthIdx, Shard | None] = {}
     for module, shards in following.returned.items():

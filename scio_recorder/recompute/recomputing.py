@@ -40,7 +40,7 @@ from scio_recorder.recording.readable import Readable
 from scio_recorder.stores.kept_inputs import KeptCall
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import StridedCopy, is_plain
-from scio_recorder.tensors.digests import Weights, digest_of
+from scio_recorder.tensors.digests import WeightDigests, digest_of
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 
 _NOT_KEPT = (
@@ -138,7 +138,7 @@ class Recomputation:
         kept = recording.calls.labels
         self._wanted = _by_enclosing(self._architecture, targets, kept, "the recording has")
         self._posts = self._assigned(given)
-        self._digest = Weights().digest
+        self._digest = WeightDigests().digest
 
     def whole(self) -> LayerMapping[Any]:
         """Return the activations of all batches together."""

@@ -28,7 +28,7 @@ from scio_recorder.stores.disk_format.medium import parsing
 from scio_recorder.stores.disk_format.tensor_file import expect
 from scio_recorder.stores.kept_inputs import KeptCall
 from scio_recorder.tensors.copies import gathered, has_samples, version_of, without_lazy_sign
-from scio_recorder.tensors.digests import Weights, digest_of
+from scio_recorder.tensors.digests import WeightDigests, digest_of
 from scio_recorder.tensors.structures import tensors
 
 _NO_ROWS = BatchRows.of_samples(0)
@@ -346,7 +346,7 @@ class Intakes:
         # Kept calls of the current pass, if inputs are kept, and digests of weights.
         self._calls: dict[RowIdx, dict[str, Any]] = {}
         if layers.with_inputs:
-            self._weights = Weights()
+            self._weights = WeightDigests()
             self.receivers = {
                 label: partial(self._receive_with_call, label, receive)
                 for label, receive in self.receivers.items()

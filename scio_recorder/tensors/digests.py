@@ -27,7 +27,8 @@ from scio_recorder.tensors import private, private_distributed
 from scio_recorder.tensors.copies import as_bytes, has_memory, is_plain, version_of
 from scio_recorder.tensors.structures import tensors
 
-# A piece of host memory stays in the cache; one of another device is worth its transfer.
+# A piece of host memory stays in the cache of the processor. Other devices transfer large pieces
+# faster than small ones.
 _PIECE_BYTES = {"cpu": 1 << 20}
 _OTHER_PIECE_BYTES = 1 << 25
 
@@ -90,7 +91,7 @@ def sample_digests(samples: Tensor) -> Tensor:
         own = parts[start : start + step].cpu().contiguous()
         # A sum is NaN if a number is, and costs less than a mask. The smallest dtypes have no sum.
         if own.is_floating_point() and own.sum(dtype=torch.float32).isnan():
-            # The bits of this one are the same on every machine.
+            # `math.nan` has the same bits on every machine.
             own = own.masked_fill(own.isnan(), math.nan)
         # By address: an array of torch's would prevent resizing the storage from then on.
         memory = (ctypes.c_char * own.nbytes).from_address(own.data_ptr())
@@ -158,16 +159,16 @@ def _named_weights(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{key}".removeprefix("."), buffer
 
 
-class Weights:
+class WeightDigests:
     """Digests of modules' parameters, taken again only if these seem to have changed.
 
     Examples
     --------
-    >>> weights, linear = Weights(), torch.nn.Linear(1, 1)
-    >>> before = weights.digest(linear)
+    >>> digests, linear = WeightDigests(), torch.nn.Linear(1, 1)
+    >>> before = digests.digest(linear)
     >>> with torch.no_grad():
     ...     _ = linear.bias.add_(1)
-    >>> weights.digest(linear) == before
+    >>> digests.digest(linear) == before
     False
     """
 
@@ -197,7 +198,7 @@ class Weights:
         known = self._known
         handle = register_optimizer_step_post_hook(lambda *of_step: known.clear())
         weakref.finalize(self, handle.remove)
-        # Not before: another thread's digest must not miss a step.
+        # This is set last: another thread's digest must not miss a step.
         self._is_watching = True
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from scio_recorder import Recorder, compare
 from scio_recorder.errors import MutationError
 from scio_recorder.tensors.copies import has_memory, inner_tensors, same_bits, version_of
-from scio_recorder.tensors.digests import Weights
+from scio_recorder.tensors.digests import WeightDigests
 from tests import oracle
 from tests.harness import one_process
 
@@ -204,7 +204,7 @@ def test_versions_memory_and_bits_are_those_inside(kind: str) -> None:
 
 
 def test_digests_of_weights_see_what_happens_inside() -> None:
-    linear, weights = nn.Linear(2, 2), Weights()
+    linear, weights = nn.Linear(2, 2), WeightDigests()
     linear.weight = nn.Parameter(Told(torch.ones(2, 2)))
     before = weights.digest(linear)
     linear.weight.held.mul_(2)

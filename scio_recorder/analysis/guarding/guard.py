@@ -36,7 +36,7 @@ from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import booleans
-from scio_recorder.tensors.digests import Weights
+from scio_recorder.tensors.digests import WeightDigests
 
 __all__ = ["Action", "Guard", "Origin"]
 
@@ -122,7 +122,7 @@ def guarded(
     """
     booleans(ArgumentError, gradients=gradients, keep_inputs=keep_inputs, operations=operations)
     checks, hooks = Checks(architecture, action, kinds), CallHooks()
-    modules, weights = _modules_of(architecture), Weights() if keep_inputs else None
+    modules, weights = _modules_of(architecture), WeightDigests() if keep_inputs else None
     layers = fusable(architecture, of_functions=operations)
     calls = _GuardedCalls(checks, modules, layers, weights, gradients)
     around = [_AroundGuarded(one, checks) for one in modules] if operations else []
@@ -190,7 +190,7 @@ class _GuardedCalls:
     # Layers that may run in another kernel, found once: there are many passes.
     fusable: list[Layer]
     # Takes digests of parameters, if inputs are kept.
-    weights: Weights | None
+    weights: WeightDigests | None
     has_gradients: bool
 
     def _begin_pass(self) -> None:

@@ -17,7 +17,7 @@ from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
 from scio_recorder.stores.kept_inputs import Calls, KeptCall, KeptCalls
 from scio_recorder.stores.store import Held
 from scio_recorder.tensors.copies import is_plain
-from scio_recorder.tensors.digests import Weights, digest_of
+from scio_recorder.tensors.digests import WeightDigests, digest_of
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 Direction: TypeAlias = Literal["forward", "gradient"]
@@ -34,11 +34,13 @@ class KeptInputs:
         The module.
     inputs : Inputs
         The inputs that its forward is about to receive.
-    weights : Weights
+    weights : WeightDigests
         Takes digests of modules' parameters.
     """
 
-    def __init__(self, layer: Layer, module: nn.Module, inputs: Inputs, weights: Weights) -> None:
+    def __init__(
+        self, layer: Layer, module: nn.Module, inputs: Inputs, weights: WeightDigests
+    ) -> None:
         self._calls = KeptCalls()
         call = KeptCall(inputs, Moment.of(module, inputs), weights.digest(module))
         self._kept = self._calls.keep(layer, call)

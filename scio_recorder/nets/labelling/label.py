@@ -27,7 +27,7 @@ from scio_recorder.nets.labelling.torchinfo import (
 )
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import check_supported, failed_run, no_input, not_a_size
-from scio_recorder.nets.sharded import Following, is_sharded, mark, plain_type
+from scio_recorder.nets.sharded import Following, is_sharded, mark_shards, plain_type
 from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet, separate_copy
 from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.nets.state.untouched import untouched
@@ -208,11 +208,12 @@ def _label(
     # them.
     # Gradients cost memory, so they are off, unless the net itself differentiates something.
     has_hooks = any(any(private.forward_hooks(module)) for module in net.modules())
-    hooks = (False, True) if has_hooks and not in_step else (False,)
+    hook_choices = (False, True) if has_hooks and not in_step else (False,)
     # Functions that compile themselves, such as `flex_attention`, fail while they are followed.
-    following = (True,) if in_step else (trace is CallTrace, False)
-    for followed, keep_hooks, grad in itertools.product(following, hooks, (False, True)):
-        run = partial(_dry_run, net, keywords, inputs, trace, grad, followed)
+    follow_choices = (True,) if in_step else (trace is CallTrace, False)
+    choices = itertools.product(follow_choices, hook_choices, (False, True))
+    for is_followed, keep_hooks, grad in choices:
+        run = partial(_dry_run, net, keywords, inputs, trace, grad, is_followed)
         try:
             return _label_in_step(net, run) if in_step else _label_once(net, run, keep_hooks)
         except _FailedRunError as error:
@@ -241,7 +242,7 @@ def _label_in_step(net: nn.Module, run: Callable[[nn.Module], _Labelled]) -> _La
     following = Following(net)
     with untouched(net, keep_hooks=False, keep_random=True), following.followed():
         labelled = run(net)
-    mark(labelled.architecture, following)
+    mark_shards(labelled.architecture, following)
     return labelled
 
 
@@ -256,14 +257,14 @@ def _dry_run(
     inputs: Inputs,
     trace_type: type[CallTrace],
     grad: bool,
-    followed: bool,
+    is_followed: bool,
     twin: nn.Module,
 ) -> _Labelled:
     """Run a copy of the network, or itself."""
     trace, flow = trace_type(net, twin, keywords["batch_dim"]), Flow(twin)
-    following = flow.followed() if followed else contextlib.nullcontext()
+    block = flow.followed() if is_followed else contextlib.nullcontext()
     args, kwargs = copy_inputs(inputs)
-    with quiet(), trace.watched(), following, torch.set_grad_enabled(grad):
+    with quiet(), trace.watched(), block, torch.set_grad_enabled(grad):
         try:
             twin.train(keywords["mode"] == "train")
             if keywords["device"] is not None and not is_sharded(net):
@@ -281,7 +282,7 @@ def _dry_run(
     first_names = {id(module): name for name, module in net.named_modules()}
     layers = [_layer(row, first_names[id(row.module)]) for row in rows]
     if all(layer.depth for layer in layers):
-        # Its class has a call of its own, which passes hooks by.
+        # The class of the network overrides `__call__`, so its hooks did not run.
         root = Row("", net, 0, None)
         root.depth_index, root.num_params = 1, statistics.total_params
         layers.insert(0, _layer(root, ""))
