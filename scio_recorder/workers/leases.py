@@ -50,9 +50,9 @@ _MAX_BYTES = 4096
 _LOOKS_EVERY = 3.0
 # Names are searched all at once, one in each line: there may be 100,000, and workers look often.
 _LEASE_NAMES = re.compile(r"^lease-(\d{5,6})-(\d{8})$", re.ASCII | re.MULTILINE)
-# After this many parts that others were faster to take, and one more for each thousand names, which
-# cost a request to list, looking again is cheaper than trying.
-_FAILURES = 8
+# After so many parts that others were faster to take, listing the leases again is cheaper than
+# trying further parts. One more counts for each thousand parts, which cost a request to list.
+_MAX_FAILURES = 8
 
 
 def lease_name(part: int, number: int) -> str:
@@ -194,7 +194,7 @@ class Lease:
         return True
 
     def _unlink(self, number: int) -> None:
-        # A remaining object makes others wait, and does no other harm.
+        # A remaining object only makes others wait.
         with suppress(OSError):
             self._medium.unlink(lease_name(self.part, number))
 
@@ -248,8 +248,8 @@ class Claims:
         The facts about this worker that others can read.
     clock : callable
         Returns seconds.
-    dice : random.Random, optional
-        Chooses the first part.
+    generator : random.Random, optional
+        Chooses the order of the parts.
     """
 
     def __init__(
@@ -259,10 +259,10 @@ class Claims:
         holder: Mapping[str, Any],
         *,
         clock: Callable[[], float] = seconds,
-        dice: random.Random | None = None,
+        generator: random.Random | None = None,
     ) -> None:
         self._medium, self._holder, self._clock = medium, holder, clock
-        self._dice = dice or random.Random()
+        self._generator = generator or random.Random()
         self.num_parts = num_parts
         # Parts known to be complete, and those that were free at the latest look.
         self._done: set[int] = set()
@@ -292,7 +292,7 @@ class Claims:
             lease = self._take_free() or self._take_over()
         return lease
 
-    def done(self, part: int) -> None:
+    def note_done(self, part: int) -> None:
         """Note that a part is complete."""
         self._done.add(part)
 
@@ -308,14 +308,14 @@ class Claims:
             if lease is not None:
                 return lease
             self._failures += 1
-            if self._failures > _FAILURES + self.num_parts // 1000:
+            if self._failures > _MAX_FAILURES + self.num_parts // 1000:
                 self._look()
         return None
 
     def _take_over(self) -> Lease | None:
         """Take a part from a worker that is gone."""
         # Workers that wait for the same parts try them in different orders.
-        for part, newest in self._dice.sample(list(self._leases.items()), len(self._leases)):
+        for part, newest in self._generator.sample(list(self._leases.items()), len(self._leases)):
             if newest.age >= STALE_AFTER or is_gone(self._medium, lease_name(part, newest.number)):
                 lease = self._try(part, newest.number + 1)
                 if self._clock() - self._looked_at > TAKEN_WITHIN:
@@ -342,7 +342,7 @@ class Claims:
 
     def _is_done(self, part: int) -> bool:
         if self._medium.has(manifest_name(part)):
-            self.done(part)
+            self.note_done(part)
         return part in self._done
 
     def _look(self) -> None:
@@ -361,7 +361,7 @@ class Claims:
         }
         taken = self._done | self._leases.keys()
         self._free = [part for part in range(self.num_parts) if part not in taken]
-        self._dice.shuffle(self._free)
+        self._generator.shuffle(self._free)
 
     def _age(self, name: str, now: float, times: Mapping[str, float]) -> float:
         """Return for how long a lease has not been renewed, at least."""

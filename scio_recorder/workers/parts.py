@@ -224,7 +224,7 @@ class Parts:
                 self._run(lease.part, self._batches(lease.part), lease)
         except EmptyPartError:
             return False
-        claims.done(lease.part)
+        claims.note_done(lease.part)
         return True
 
     def _check_complete(self) -> None:

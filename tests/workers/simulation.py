@@ -298,7 +298,7 @@ class Worker:
             world.num_parts,
             {"machine": self.name},
             clock=lambda: world.clock.now + ahead,
-            dice=random.Random(world.dice.random()),
+            generator=random.Random(world.dice.random()),
         )
         while not claims.is_finished:
             lease = claims.take()
@@ -311,7 +311,7 @@ class Worker:
                 continue
             try:
                 self._do(lease)
-                claims.done(lease.part)
+                claims.note_done(lease.part)
             except RecordingError:
                 world.events["leases that were lost"] += 1
             finally:
