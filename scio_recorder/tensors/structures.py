@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
-# Objects that are never opened: they hold no activations, or must keep their identity.
+# An object is opened if its attributes are taken apart, as those of a key-value cache are. These
+# never are: they hold no activations, or must keep their identity.
 _OPAQUE = (
     nn.Module,
     type,
@@ -63,6 +64,7 @@ _VIEWS: dict[type, tuple[Any, str]] = {
     for base in (dict, OrderedDict)
     for name in ("keys", "values", "items")
 }
+# CPython's flag of classes that are made while a program runs (Py_TPFLAGS_HEAPTYPE).
 _HEAP_TYPE = 1 << 9
 # Weak references, and what makes them.
 _WEAK: dict[type, Callable[[Any], Any]] = {
@@ -168,7 +170,7 @@ def holder_out_of_sight(shared: Iterable[Shared]) -> Any:
     """Return a part that holds tensors which :func:`flatten` does not find; None if none does.
 
     Such parts are functions with a closure, bound methods, ``functools.partial``, iterators, and
-    dictionaries with tensors in their keys. The garbage collector sees what they hold, but for
+    dictionaries with tensors in their keys. The garbage collector sees what they hold, except in
     futures of torch, which hold tensors or will.
 
     Parameters
@@ -198,7 +200,7 @@ def _leads_to(value: Any, kind: type, made: Mapping[int, tuple[Any, Any]] | None
     while todo:
         one = todo.pop()
         old, new = (made or {}).get(id(one), (one, one))
-        # The class: some objects claim to have another one.
+        # By `type`, and not `isinstance`: some objects claim to have another class.
         if issubclass(type(one), (kind, *_HIDING)) or old is not new:
             return True
         if id(one) not in seen:

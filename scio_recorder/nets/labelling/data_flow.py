@@ -12,7 +12,7 @@ ran before. Neither source nor byte code is read: they differ between versions o
 unavailable.
 
 Unless they are traced, libraries look at masks, and drop those that hide nothing. That is no branch
-of the net, so copies pretend to be traced: their flags and integers are tensors that claim so.
+of the network. So in copies, tensors of flags and integers claim to be traced.
 
 Copies run on the CPU: a made-up index that is too large would break a GPU for the whole process.
 """
@@ -53,8 +53,8 @@ _TORCH_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 _HANDING_OUT = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 # Calls of torch in a longer pass take too much time to be compared.
 _MAX_STEPS = 100_000
-# What these passes may take, each of which takes several ordinary ones. A net that asks for more is
-# accepted: every later pass is compared with the labelling anyway.
+# The most passes with other answers, each of which takes as long as several ordinary ones, and the
+# time after which none begins.
 _MAX_PASSES = 8
 _SECONDS = 10.0
 
@@ -133,7 +133,8 @@ class Flow(LibraryMode):
         self._data = WeakTensorKeyDictionary()
         # For each tensor whose value was asked for, its version then, and the answer.
         self._answered = WeakTensorKeyDictionary()
-        self._foreign = 0
+        # The number of tensors that no step has made, such as inputs and parameters.
+        self._num_foreign = 0
         self._is_on_data = self._is_replay = False
 
     @contextlib.contextmanager
@@ -211,8 +212,8 @@ class Flow(LibraryMode):
         for tensor in tensors:
             if tensor not in self._origins:
                 # Tensors that no function has made, in the order of their first use.
-                self._foreign += 1
-                self._origins[tensor] = (0, self._foreign)
+                self._num_foreign += 1
+                self._origins[tensor] = (0, self._num_foreign)
         origins = tuple(self._origins[tensor] for tensor in tensors)
         others = tuple(_shown(part) for part in parts if not isinstance(part, Tensor))
         self.steps.append(_Step(called, origins, others))
@@ -271,7 +272,9 @@ def check_static_flow(
 ) -> None:
     """Refuse a net whose control flow depends on the data.
 
-    A failure is neither an answer nor a reason to refuse: not every network runs on the CPU.
+    A failure is neither an answer nor a reason to refuse: not every network runs on the CPU. At
+    most 8 other answers are tried, and none after 10 s. A net that asks for more is accepted: every
+    later pass is compared with the labelling anyway.
 
     Parameters
     ----------
