@@ -38,9 +38,9 @@ __all__ = [
 ]
 __all__ += errors.__all__
 
-# Imported at their first use: a program that only reads a recording does not wait for the modules
-# that record one. Type checkers and editors read the imports above.
-_HOMES = {
+# These names are imported at their first use: a program that only reads a recording does not wait
+# for the modules that record one. Type checkers and editors read the imports above.
+_MODULE_OF = {
     "ActivationCheckpointer": "recompute.checkpointer",
     "Architecture": "nets.architecture",
     "CheckpointConfig": "recompute.checkpointer",
@@ -58,15 +58,16 @@ _HOMES = {
     "similarity": "analysis.similarity",
     "track": "events",
 }
+# The rooms that need no import of their own, as in `scio_recorder.reductions.Mean`.
 _ROOMS = ("analysis", "events", "postprocessors", "recorder", "recording", "reductions", "stores")
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""What is said of a net that can't be observed, and of one that fails, with advice."""
+"""Messages, with advice, about nets that can't be observed or that fail."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def not_a_size(given: Any) -> str:
     return f"input_size={given!r} is no shape: write input_size={shape}, batch dimension included"
 
 
-def _shown(given: Any) -> str:
+def _as_text(given: Any) -> str:
     holds_tensors = isinstance(given, Tensor | Mapping | list | tuple) and tensors(given)
     return f"{'tensors of shape ' * bool(holds_tensors)}{map_leaves(_shape, given)!r:.300}"
 
@@ -201,7 +201,7 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     if is_shape and (len(parts) == 1 or (len(parts) == 3 and parts[0] in (1, 3))):
         advice += f". For one sample of shape {parts}, write input_size={(1, *parts)}"
     return (
-        f"the dry run of {type(net).__name__} on {given}={_shown(value)} failed with "
+        f"the dry run of {type(net).__name__} on {given}={_as_text(value)} failed with "
         f"{type(cause).__name__}: {cause}\n{advice}"
     )
 

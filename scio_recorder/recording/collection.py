@@ -422,8 +422,8 @@ def _open(collection: Collection, together: InStep) -> None:
 def _leaving_out(collection: Collection, together: InStep) -> Callable[[bool], bool]:
     """Return a predicate: may this process leave out a pass without anything new here.
 
-    See NOTE [Passes in step]. It asks the others, if they run in step with this one, until one of
-    them needs a pass.
+    See NOTE [Passes in step] in ``nets/sharded.py``. It asks the others, if they run in step with
+    this one, until one of them needs a pass.
     """
     if together.is_alone:
         return bool
