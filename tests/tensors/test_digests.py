@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from scio_recorder import RecomputeError, Recorder, RecordingError, open_recording
-from scio_recorder.tensors.digests import Weights, digest_of, weights_digest
+from scio_recorder.tensors.digests import WeightDigests, digest_of, weights_digest
 from tests.harness import one_process
 
 
@@ -55,7 +55,7 @@ def test_what_was_digested_can_be_resized() -> None:
     rnet.record("0", inputs=True)
     rnet.collect([x])
     weights_digest(net)
-    Weights().digest(net)
+    WeightDigests().digest(net)
     for tensor in [*net.parameters(), *net.buffers(), x]:
         # Sharded networks do this to give memory back.
         size = tensor.untyped_storage().nbytes()
@@ -128,7 +128,7 @@ def test_sharded_weights(mesh: Any, tmp_path: Any) -> None:
     net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.ReLU())
     net[0].weight = nn.Parameter(distribute_tensor(net[0].weight.detach(), mesh, [Shard(0)]))
     assert isinstance(net[0].weight, DTensor)
-    before, weights = weights_digest(net), Weights()
+    before, weights = weights_digest(net), WeightDigests()
     first = weights.digest(net)
     assert before.startswith("local-")
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_weights_are_read_again_after_a_step(fused: bool) -> None:
     assert torch.equal(next(batches)["1"], collection.recording["1"][:5])
     with pytest.raises(RecomputeError, match="weights have changed since the collection"):
         next(batches)
-    weights = Weights()
+    weights = WeightDigests()
     first = weights.digest(net)
     assert weights.digest(net) == first
     optimizer.step()
