@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,14 @@ _VIEWS = ("view", "_unsafe_view")
 # Their last two arguments are matrices.
 _PRODUCTS = ("mm", "addmm")
 _UNKNOWN = Shard(None, None, 0)
-# Which numbers of a storage a tensor has: its offset, shape and strides there.
-_Layout: TypeAlias = tuple[int, torch.Size, tuple[int, ...]]
+
+
+class _Layout(NamedTuple):
+    """Which numbers of a storage a tensor has."""
+
+    offset: int = 0
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
 
 
 def is_sharded(net: nn.Module) -> bool:
@@ -286,8 +292,8 @@ class Following:
 
 def _layout_of(tensor: Tensor) -> _Layout:
     if not is_dense(tensor):
-        return 0, torch.Size(), ()
-    return int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        return _Layout()
+    return _Layout(int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 
 def _shard_of(tensor: Any) -> Shard | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -21,6 +21,20 @@ from scio_recorder.nets.operations import (
 from scio_recorder.tensors import private
 
 
+class _NotedOperation(NamedTuple):
+    """An operation of a call, until the labels of calls are known."""
+
+    call: Row
+    # The number of calls that had returned.
+    num_completed: int
+    # Whether it can be recorded.
+    is_seen: bool
+    function: str
+    index: int  # type: ignore[assignment]  # tuples have a method of this name
+    output: Any
+    line: tuple[str, int, str]
+
+
 class OperationTrace(CallTrace, LibraryMode):
     """Makes the rows of one pass, and notes the operations of the own code of each call.
 
@@ -33,9 +47,7 @@ class OperationTrace(CallTrace, LibraryMode):
     def __init__(self, net: nn.Module, twin: nn.Module, batch_dim: int | None = None) -> None:
         super().__init__(net, twin, batch_dim)
         self._current: list[Row | None] = []
-        # Of each operation the call around it, the number of calls that had returned, whether it
-        # can be recorded, and what its row says.
-        self._made: list[tuple[Row, int, bool, tuple[str, int, Any, tuple[str, int, str]]]] = []
+        self._made: list[_NotedOperation] = []
         self._counted: Counter[tuple[int, str]] = Counter()
 
     @contextlib.contextmanager
@@ -69,19 +81,20 @@ class OperationTrace(CallTrace, LibraryMode):
         if row is None or not returns_tensors(output) or private.is_in_compiled_function():
             return output
         name = function_name(func)
-        what = name, self._counted[id(row), name], describe(output), calling_line()
-        self._counted[id(row), name] += 1
         is_seen = private.transform_around() is None
-        self._made.append((row, self._completed, is_seen, what))
+        what = name, self._counted[id(row), name], describe(output), calling_line()
+        self._made.append(_NotedOperation(row, self._completed, is_seen, *what))
+        self._counted[id(row), name] += 1
         return output
 
     def operations(self, layers: Mapping[DepthIdx, Layer]) -> list[Operation]:
         """Return the operations of calls that returned, in the order in which they returned."""
-        made = [one for one in self._made if one[0].completion is not None]
+        made = [one for one in self._made if one.call.completion is not None]
         found = []
-        for number, (row, num_completed, is_seen, what) in enumerate(made):
+        for number, one in enumerate(made):
             # After the layers that had returned, and in order among each other.
-            completion = num_completed - 1 + (number + 1) / (len(made) + 1)
-            layer = layers[row.depth, row.depth_index or 0]
-            found.append(Operation(layer, *what, completion, is_seen))
+            completion = one.num_completed - 1 + (number + 1) / (len(made) + 1)
+            layer = layers[one.call.depth, one.call.depth_index or 0]
+            what = one.function, one.index, one.output, one.line
+            found.append(Operation(layer, *what, completion, one.is_seen))
         return found
