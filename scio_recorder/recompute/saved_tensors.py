@@ -70,7 +70,7 @@ class SavedTensors:
         if not selectors:
             raise SelectorTypeError('no layers are named: write saved_tensors("layer3.*", ...)')
         chosen = select_layers(architecture, selectors, "saved_tensors")
-        self._device = None if device is None else usable_device(device, SelectorTypeError)
+        self._device = _usable_device(device)
         self._dtype = floating_or_none(dtype, SelectorTypeError)
         self._pin_memory = pin_memory
         self._modules = _modules_of(architecture, set(chosen))
@@ -199,3 +199,12 @@ def _is_input_of_a_region() -> bool:
     """Whether checkpointing itself is saving the inputs of its re-run."""
     callers = islice(traceback.walk_stack(None), _NUM_FRAMES)
     return any(frame.f_code.co_filename == checkpoint.__file__ for frame, _ in callers)
+
+
+def _usable_device(device: torch.device | str | None) -> torch.device | None:
+    found = None if device is None else usable_device(device, SelectorTypeError)
+    if found is not None and found.type == "meta":
+        raise SelectorTypeError(
+            'device="meta" keeps no numbers: write a device that does, such as "cpu"'
+        )
+    return found

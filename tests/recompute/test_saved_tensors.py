@@ -383,6 +383,7 @@ def test_many_steps_leave_nothing_behind() -> None:
         ({"dtype": torch.int8}, "floating-point"),
         ({"dtype": "bfloat16"}, "floating-point"),
         ({"device": "nowhere"}, "nowhere"),
+        ({"device": "meta"}, "keeps no numbers"),
         ({"device": "cuda:77"}, "cuda:77"),
     ],
 )
