@@ -602,7 +602,7 @@ def test_a_pass_that_failed_holds_no_cache() -> None:
         cache = transformers.DynamicCache()
         reference = weakref.ref(cache)
         with pytest.raises(IndexError):
-            net(input_ids=torch.full((2, 5), 1000), past_key_values=cache)
+            net(input_ids=torch.full((2, 5), 1000), **past(cache))
         del cache
         gc.collect()
         assert reference() is None
