@@ -7,6 +7,7 @@ none waits for another before all parts that can be taken are done.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -306,9 +307,16 @@ def progress_of(medium: Medium) -> Progress:
         name = lease_name(part, newest[part])
         # It may have been given back since.
         if said := holder_of(medium, name):
-            found = said["host"], said["pid"], said["since"]
-            holders.append(Holder(part, *found, is_gone(medium, name)))
+            pid, since = int(_number(said, "pid")), _number(said, "since")
+            found = part, str(said.get("host")), pid, since
+            holders.append(Holder(*found, is_gone(medium, name)))
     return Progress(num_parts, len(done), holders)
+
+
+def _number(said: dict[str, Any], key: str) -> float:
+    """Return a number from a holder's description, which is not trusted: 0 if it is invalid."""
+    value = said.get(key)
+    return value if isinstance(value, int | float) and 0 <= value < math.inf else 0.0
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import nn
 from scio_recorder import CollectError, Recorder, open_recording
 from scio_recorder.command_line import main
 from scio_recorder.stores import Disk
+from scio_recorder.workers.leases import lease_name
 from tests.display.examples import hostile_recording
 
 CODE = """
@@ -189,6 +190,17 @@ def test_status_says_who_holds_what(capsys):
     assert "1 of 2 parts are complete, 1 are held" in shown
     row = next(line for line in shown.splitlines() if str(os.getpid()) in line)
     assert row.split()[0] in "01"
+
+
+@pytest.mark.parametrize("said", ['{"machine":"other"}', '{"host":1,"pid":[],"since":-1}'])
+def test_status_trusts_no_lease(capsys, said):
+    command = [*COMMAND[:-1], "collect_nets:part_of", "--layers", "0", "--out", "run"]
+    main([*command, "--parts", "3"])
+    for number in range(3):
+        Path("run", lease_name(number, 7)).write_text(said, encoding="ascii")
+    capsys.readouterr()
+    assert main(["status", "run"]) == 0
+    assert "1 of 3 parts are complete" in capsys.readouterr().out
 
 
 def test_status_of_nothing(capsys):
