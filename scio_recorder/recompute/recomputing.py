@@ -378,6 +378,8 @@ def _inputs_again(call: KeptCall) -> Inputs:
     leaves, rebuild = flatten(call.inputs)
     moment = call.moment
     assert moment is not None, "calls of modules have one"
+    if not len(leaves) == len(moment.devices) == len(moment.requires_grad):
+        raise RecomputeError("the recorded inputs have changed since that pass")
     noted = zip(leaves, moment.devices, moment.requires_grad, strict=True)
     copies = [_input_again(leaf.to(device), requires) for leaf, device, requires in noted]
     again: Inputs = rebuild(copies)

@@ -22,8 +22,12 @@ from scio_recorder import (
     open_recording,
 )
 from scio_recorder.errors import ArgumentError
+from scio_recorder.nets.records import Inputs
+from scio_recorder.nets.state.moment import Moment
+from scio_recorder.recompute.recomputing import _inputs_again
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
+from scio_recorder.stores.kept_inputs import KeptCall
 from tests.harness import trace
 from tests.oracle import Watch, differences, same_bits
 from tests.recording.nets import batches
@@ -350,6 +354,16 @@ def test_changed_weights_that_do_not_show_in_the_output_are_an_error(gather: Gat
             recompute(rnet, "0.0")
     nn.init.constant_(net[0][0].bias, -1000.0)
     assert recording.recompute(rnet, "0.0")["0.0"].max() < -900
+
+
+def test_inputs_of_another_number_than_their_state_says_are_an_error() -> None:
+    given = Inputs((torch.ones(1, 2),), {})
+    moment = Moment.of(nn.Linear(2, 2), given)
+    again = _inputs_again(KeptCall(given, moment))
+    assert same_bits(again.args[0], given.args[0])
+    more = Inputs((*given.args, torch.ones(1)), {})
+    with pytest.raises(RecomputeError, match="inputs have changed"):
+        _inputs_again(KeptCall(more, moment))
 
 
 def test_another_architecture_is_an_error() -> None:
