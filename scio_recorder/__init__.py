@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from scio_recorder import errors
 from scio_recorder.errors import *  # noqa: F403 - the whole tree, as `errors.__all__` names it
-from scio_recorder.former_names import find_former_names
 
 if TYPE_CHECKING:
     from scio_recorder.analysis.comparing.compare import compare
@@ -74,6 +73,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_ROOMS})
-
-
-find_former_names()

@@ -38,7 +38,6 @@ from scio_recorder.errors import (
     PostprocessorError,
     UnsupportedNetError,
     needing,
-    warn,
 )
 from scio_recorder.layer import Layer, RowIdx, counted, text_of
 from scio_recorder.layer import describe as spec_of
@@ -69,7 +68,6 @@ def sweep(
     positions: Positions,
     *,
     estimate: bool,
-    whole_runs: bool | None,
 ) -> Effects:
     """Measure or estimate the effect of each layer that a capture records.
 
@@ -77,14 +75,10 @@ def sweep(
     ----------
     capture : Capture
         Knows the network, and which layers are recorded. It runs nothing.
-    clean, corrupted, metric, positions, estimate, whole_runs
+    clean, corrupted, metric, positions, estimate
         As in ``Recorder.sweep``.
     """
     booleans(ArgumentError, estimate=estimate)
-    if whole_runs is not None:
-        warn(
-            "whole_runs= does nothing any more: each run of a sweep is a whole run, so leave it out"
-        )
     _check(capture, metric)
     inputs = _inputs("clean", clean), _inputs("corrupted", corrupted)
     with torch.inference_mode(False), torch.set_grad_enabled(estimate):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -139,7 +139,6 @@ def compare(command: ArgumentParser) -> None:
     add, what = command.add_argument, "the folder of a recording, or MODULE:NAME of a net"
     add("reference", metavar="REFERENCE", help=what)
     add("candidate", metavar="CANDIDATE", help=what)
-    add("--floor", metavar="RUN", help=SUPPRESS)
     what = "the batches, if nets run: an iterable, or a function that makes one"
     add("--data", metavar="MODULE:NAME", help=what)
     what = "the layers to compare, if REFERENCE is a net, as for collect; by default all"

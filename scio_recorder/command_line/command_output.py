@@ -33,7 +33,7 @@ _FIGURES = ("bytes", "mean", "std", "min", "max", "zeros", *_FAULTS)
 
 # Keywords of the library, and the options of the command that stand for them.
 _OPTIONS = {"dtype": "--keep-dtype", "dtypes": "--dtype"}
-_SAME = "every", "atol", "floor", "input_data", "input_size", "match", "max_batches", "rtol", "rows"
+_SAME = "every", "atol", "input_data", "input_size", "match", "max_batches", "rtol", "rows"
 _OPTIONS |= {name: f"--{name.replace('_', '-')}" for name in _SAME}
 # What is written otherwise on the command line, after keywords became options.
 _WORDS = (

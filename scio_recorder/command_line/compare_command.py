@@ -47,7 +47,6 @@ def compare(parsed: Namespace, console: Console) -> int:
         match or None,
         parsed.rtol,
         parsed.atol,
-        floor=parsed.floor,
         max_batches=parsed.max_batches,
         to_inputs=_to_inputs_of(runs, inputs),
         rows=rows,

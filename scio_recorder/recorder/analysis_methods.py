@@ -141,7 +141,6 @@ class AnalysisMethods(Collecting):
         positions: Literal["all"] | Iterable[int] | None = None,
         *,
         estimate: bool = False,
-        whole_runs: bool | None = None,
     ) -> Effects:
         """Measure the effect of each recorded layer: activation patching.
 
@@ -164,8 +163,6 @@ class AnalysisMethods(Collecting):
         estimate : bool, default False
             Estimate the effects to first order, from gradients of one backward pass: attribution
             patching. The metric must be differentiable.
-        whole_runs : bool, optional
-            Does nothing, and warns if it is given: every run is a whole one.
 
         Returns
         -------
@@ -206,8 +203,7 @@ class AnalysisMethods(Collecting):
         """
         from scio_recorder.analysis.sweep import sweep
 
-        given = clean, corrupted, metric, positions
-        return sweep(self.capture, *given, estimate=estimate, whole_runs=whole_runs)
+        return sweep(self.capture, clean, corrupted, metric, positions, estimate=estimate)
 
     def collect_parts(
         self,

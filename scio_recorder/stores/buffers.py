@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import warn
 from scio_recorder.layer import TensorSpec
 
 _PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
@@ -192,17 +191,11 @@ class Column:
         The memory for them.
     rows : int
         The expected number of rows.
-    is_exact : bool, optional
-        Does nothing any more.
     """
 
     __slots__ = ("_buffer", "_ready", "array", "capacity", "row_bytes", "spec")
 
-    def __init__(
-        self, spec: TensorSpec, buffer: DeviceBuffer, rows: int, is_exact: bool | None = None
-    ) -> None:
-        if is_exact is not None:
-            warn("Column(is_exact=) does nothing any more: leave it out", DeprecationWarning)
+    def __init__(self, spec: TensorSpec, buffer: DeviceBuffer, rows: int) -> None:
         self.spec = spec
         self.row_bytes = spec.nbytes
         # The rows that the memory has room for, and those of which it is ready.

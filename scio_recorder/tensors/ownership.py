@@ -93,10 +93,6 @@ class HeldTensor:
         return self.tensor
 
 
-# Its name in pickles of version 0.2.0.
-Held = HeldTensor
-
-
 Hold: TypeAlias = Callable[[Tensor, Version], HeldTensor]
 
 

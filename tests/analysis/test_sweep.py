@@ -411,13 +411,6 @@ def test_a_metric_that_keeps_state_is_refused_unless_it_is_no_number() -> None:
     assert float(effects["0"]) == 2
 
 
-def test_whole_runs_does_nothing_and_warns() -> None:
-    rnet = recorder(chain(), "0", input_size=(2, 3))
-    with pytest.warns(UserWarning, match="does nothing any more"):
-        effects = rnet.sweep(X, Y, weighed, whole_runs=True)
-    assert torch.equal(effects.values, rnet.sweep(X, Y, weighed).values)
-
-
 def test_estimates_are_gradient_times_difference() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3), nn.Softmax(-1))

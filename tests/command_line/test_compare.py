@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -101,10 +100,6 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 layers, 12 samples" in capsys.readouterr().out
     assert main([*NETS, *DATA, "--max-batches", "2"]) == 1
     assert "in 6 samples" in capsys.readouterr().out
-    with warnings.catch_warnings(action="default"):
-        assert main([*NETS, *DATA, "--floor", "compare_nets:changed"]) == 1
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert warning.startswith("scio-recorder: warning: --floor is ignored")
     assert main([*NETS, *DATA, "--operations"]) == 1
     assert "In the candidate, the operation linear:0 made it at" in capsys.readouterr().out
     assert main([*NETS, *DATA, "--report", "page.html"]) == 1

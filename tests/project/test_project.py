@@ -46,7 +46,7 @@ CORE = (
     "display",
     "layer",
     "tensors",
-    "errors former_names",
+    "errors",
 )
 HOUSE = UPPER_STOREY + CORE
 # The only files of the core that import from above, inside their functions.
@@ -58,7 +58,7 @@ ROWS = {room: row for row, rooms in enumerate(HOUSE) for room in rooms.split()}
 SEAM = (
     "capture.around capture.checkpoint_regions capture.engine capture.gradients capture.hooks",
     "capture.own_code capture.program",
-    "display.* errors former_names layer postprocessors.* recorder.recorder reductions.* tensors.*",
+    "display.* errors layer postprocessors.* recorder.recorder reductions.* tensors.*",
     "nets.architecture nets.attention_calls nets.hookable nets.offers nets.operations",
     "nets.records nets.refusals nets.selection nets.sharded nets.state.*",
     "recording recording.advice recording.collection recording.feed recording.loader",

@@ -332,11 +332,6 @@ def test_pages_are_there_before_a_batch_is_written_and_no_others():
     assert 900 * 4096 < process.memory_info().rss - resident < 2000 * 4096
 
 
-def test_what_a_column_was_asked_for_before_is_accepted():
-    with pytest.warns(DeprecationWarning, match="is_exact"):
-        Column(TensorSpec((2,), torch.float64), HostBuffer(), 100, is_exact=True)
-
-
 def test_no_thread_is_left(tmp_path):
     net, data = nn.Identity(), [torch.ones(2, 3)] * 4
 

@@ -49,7 +49,7 @@ from scio_recorder.analysis.comparing.sides import (
 )
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.display.progress import progress_bar
-from scio_recorder.errors import ComparisonError, warn
+from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import Operation
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import InStep, is_sharded
@@ -76,7 +76,6 @@ def compare(
     atol: float = 0.0,
     operations: bool = False,
     *,
-    floor: object = None,
     max_batches: int | None = None,
     to_inputs: ToInputs | Sequence[ToInputs] | None = None,
     sample_ids: Callable[[Any], Any] | None = None,
@@ -107,8 +106,6 @@ def compare(
         Find the line of code as well: both networks run once more on the batch in which the first
         layer makes the difference, and all operations of its own code are compared.
         ``first.operation`` is the reference's, ``first.candidate_operation`` the candidate's.
-    floor : optional
-        Ignored with a warning: noise between runs is no longer measured. Give tolerances.
     max_batches : int, optional
         Stop after this number of batches.
     to_inputs : callable or sequence of callables, optional
@@ -145,11 +142,6 @@ def compare(
     >>> difference.first.layer.name, difference.first.inputs_equal, difference["1"].max_abs
     ('2', True, 0.0)
     """
-    if floor is not None:
-        warn(
-            "floor= is ignored: compare no longer measures the noise between runs. Give rtol= and "
-            "atol= what you tolerate"
-        )
     rows = rows_or_none(rows, ComparisonError)
     feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
     one = _side(reference, "reference", feeds[0])
