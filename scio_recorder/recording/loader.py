@@ -117,51 +117,9 @@ def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[RowIdx, Te
     return {label: recording[label] for label in recording.stored if label in chosen}
 
 
-class _Position:
-    """The batch to begin with, in memory that a loader shares with its copies in workers.
-
-    This process does not know when workers begin. So each reader (a worker, or this process as the
-    only one) marks that it has begun, and its later iterations begin with the first batch.
-    """
-
-    # The places of the numbers: the epoch, the number of batches before the first, that of readers
-    # (of those that gave these batches, then of those that read; 0 if unknown), a mark for each.
-    _EPOCH, _BATCHES, _READERS, _MARKS = range(4)
-    _MOST_READERS = 1024
-
-    def __init__(self) -> None:
-        with torch.inference_mode(False):
-            length = self._MARKS + self._MOST_READERS
-            self._numbers = torch.zeros(length, dtype=torch.int64, device="cpu")
-            self._numbers.share_memory_()  # type: ignore[no-untyped-call]  # torch has no type
-
-    @property
-    def epoch(self) -> int:
-        return int(self._numbers[self._EPOCH])
-
-    @property
-    def readers(self) -> int:
-        """How many workers read in the latest iteration, or 1 without workers; 0 if unknown."""
-        return int(self._numbers[self._READERS])
-
-    def set(self, epoch: int, batches: int, readers: int) -> None:
-        self._numbers.zero_()
-        self._numbers[: self._MARKS] = torch.tensor([epoch, batches, readers], device="cpu")
-
-    def take(self, reader: int, readers: int) -> int:
-        """Return how many batches a reader is to skip in the iteration that begins."""
-        marks, before = self._numbers[self._MARKS :], self.readers
-        skipped = 0 if marks[reader] else int(self._numbers[self._BATCHES])
-        if skipped and before not in (0, readers):
-            raise ArgumentError(
-                f"the state comes from {counted(before, 'worker')}, and {readers} would read other "
-                "batches: use as many workers (no workers count as one)"
-            )
-        self._numbers[self._READERS] = readers
-        # More readers in a later iteration begin with the first batch, too.
-        marks[reader] = 1
-        marks[readers:] = 1
-        return skipped
+# The places of the numbers that a loader shares with its copies in workers: the epoch, how many of
+# its batches were given before the next iteration, and whether workers have begun to read it.
+_EPOCH, _BATCHES, _HAS_WORKERS = range(3)
 
 
 class RecordingLoader(IterableDataset[Any]):
@@ -193,9 +151,15 @@ class RecordingLoader(IterableDataset[Any]):
         # What decides the order of rows.
         self._order_of = {"layers": list(map(text_of, layers)), **arguments.to_json()}
         self._num_rows = len(next(iter(self._layers.values())))
-        self._position = _Position()
+        with torch.inference_mode(False):
+            self._shared = torch.zeros(3, dtype=torch.int64, device="cpu")
+            self._shared.share_memory_()  # type: ignore[no-untyped-call]  # torch has no type
         # The batches given in the latest iteration, and its number.
         self._given = self._iteration = 0
+
+    @property
+    def _epoch(self) -> int:
+        return int(self._shared[_EPOCH])
 
     def __len__(self) -> int:
         """Return the number of batches of this rank in an epoch."""
@@ -206,21 +170,20 @@ class RecordingLoader(IterableDataset[Any]):
         for samples in self._layers.values():
             if len(samples) != self._num_rows:
                 raise RecordingError("the recording has grown since it was opened: open it again")
-        reader, workers = _reader()
-        # A loader asks its workers in turn, beginning with the first, which continues at the next
-        # batch.
-        skipped = self._position.take(reader, workers)
-        part = (skipped + reader) % workers
-        skipped = len(range(part, skipped, workers))
+        worker, skipped = get_worker_info(), int(self._shared[_BATCHES])
+        part, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        self._shared[_HAS_WORKERS] = worker is not None
+        if worker is None:
+            self._shared[_BATCHES] = 0
         # Workers with one batch more come first.
         each, more = divmod(len(self), workers)
         first = part * each + min(part, more)
         size = self._arguments.batch_size
         share = self._arguments.share(self._num_rows)
-        own = share[first * size : (first + each + (part < more)) * size]
+        places = share[first * size : (first + each + (part < more)) * size]
         self._iteration += 1
         self._given = skipped
-        return self._batches(own, skipped, self._iteration)
+        return self._batches(places, skipped, self._iteration)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iterations: equal epochs have equal orders.
@@ -236,7 +199,7 @@ class RecordingLoader(IterableDataset[Any]):
         ArgumentError
             It is not such a number.
         """
-        if whole("epoch", epoch, 0, ArgumentError) != self._position.epoch:
+        if whole("epoch", epoch, 0, ArgumentError) != self._epoch:
             self._begin_at(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,23 +208,22 @@ class RecordingLoader(IterableDataset[Any]):
         Returns
         -------
         dict
-            ``batches`` is how many this process was given in this epoch, without those of workers.
-            ``readers`` is how many workers read, 1 without workers, and 0 if none has begun.
+            ``batches`` is how many batches of this epoch were given.
 
         Raises
         ------
         ArgumentError
-            A worker asks, which knows only its own batches.
+            Workers have begun to read this epoch, and which of their batches came is not known.
         """
-        if get_worker_info() is not None:
+        if get_worker_info() is not None or self._shared[_HAS_WORKERS]:
             raise ArgumentError(
-                "a worker can't know which batches came: ask the loader in the main process, and "
-                'write their number into "batches"'
+                "workers read this epoch, and which of their batches came is known neither to them "
+                "nor to the loader: ask for the state between epochs, after set_epoch(...), or "
+                "read with num_workers=0"
             )
         return {
-            "epoch": self._position.epoch,
+            "epoch": self._epoch,
             "batches": self._given,
-            "readers": self._position.readers,
             "recording": self._fingerprint,
             "arguments": self._order_of,
         }
@@ -273,39 +235,47 @@ class RecordingLoader(IterableDataset[Any]):
         ----------
         state : mapping
             The result of `state_dict`, for the same recording and arguments; all ranks can load
-            the state of one rank. If workers read, ``batches`` is the number of all batches given
-            so far by the same number of workers; the code that received them must write it.
+            the state of one rank.
 
         Raises
         ------
         ArgumentError
-            It is not a state, or is for other arguments. The next iteration raises it too, if other
-            than ``readers`` workers read.
+            It is not a state, or is for other arguments. The next iteration raises it too, if
+            workers are to continue inside an epoch.
         RecordingError
             It is the state of another recording.
         """
         try:
             epoch = whole("epoch", state["epoch"], 0, ArgumentError)
             batches = whole("batches", state["batches"], 0, ArgumentError)
+            # Versions that had it knew how many workers gave the batches, each of its own part.
             readers = whole("readers", state.get("readers", 0), 0, ArgumentError)
             arguments, recording = dict(state["arguments"]), state["recording"]
         except (TypeError, LookupError, ValueError) as error:
             raise ArgumentError(f"this is not the state of a loader: {error!r}") from error
-        own = self._order_of
-        other = [f"{key}={arguments.get(key)!r}" for key in own if arguments.get(key) != own[key]]
-        if other:
+        others = [
+            f"{key}={arguments.get(key)!r}"
+            for key, value in self._order_of.items()
+            if arguments.get(key) != value
+        ]
+        if others:
             raise ArgumentError(
-                f"the state is of a loader with {', '.join(other)}: make a loader with the same "
+                f"the state is of a loader with {', '.join(others)}: make a loader with the same "
                 "arguments"
             )
         if recording != self._fingerprint:
             raise RecordingError("the state is of another recording, or this one has changed since")
         if batches > len(self):
             raise ArgumentError(f"batches={batches} in the state, but there are {len(self)}")
-        self._begin_at(epoch, batches, readers)
+        if batches and readers > 1:
+            raise ArgumentError(
+                f"the state is from inside an epoch that {readers} workers read, which can't be "
+                "continued: begin the epoch again, by set_epoch"
+            )
+        self._begin_at(epoch, batches)
 
-    def _begin_at(self, epoch: int, batches: int, readers: int = 0) -> None:
-        self._position.set(epoch, batches, readers)
+    def _begin_at(self, epoch: int, batches: int) -> None:
+        self._shared[:] = torch.tensor([epoch, batches, False])
         self._given = batches
         # An iteration that has begun no longer counts.
         self._iteration += 1
@@ -324,18 +294,24 @@ class RecordingLoader(IterableDataset[Any]):
             contents.append([name, list(samples.shape), str(samples.dtype), content])
         return checksum(dump(contents))
 
-    def _batches(self, own: range, skipped: int, iteration: int) -> Iterator[Any]:
+    def _batches(self, places: range, skipped: int, iteration: int) -> Iterator[Any]:
+        if skipped and get_worker_info() is not None:
+            # Only when the first batch is wanted, since DataLoader hides earlier errors of workers.
+            raise ArgumentError(
+                f"the loaded state is from inside an epoch, of which {counted(skipped, 'batch')} "
+                "came, and workers can't continue it: read the rest with num_workers=0"
+            )
         layers, size = list(self._layers.values()), self._arguments.batch_size
         rows = list(self._rows.values())
         # The order does not depend on whether columns of rows are read as well.
         run, room = _sizes_of(layers, rows, size, self._arguments.buffer_bytes)
         columns = layers + rows * self._arguments.with_rows
-        key = f"{self._arguments.seed} {self._position.epoch}" if self._arguments.shuffle else None
+        key = f"{self._arguments.seed} {self._epoch}" if self._arguments.shuffle else None
         begun = skipped * size
-        if begun >= len(own):
+        if begun >= len(places):
             return
         order = _Order(layers[0], run, key)
-        for batch in _batches_of(columns, order, own, room, size, begun):
+        for batch in _batches_of(columns, order, places, room, size, begun):
             skipped += 1
             if iteration == self._iteration:
                 self._given = skipped
@@ -351,12 +327,6 @@ class RecordingLoader(IterableDataset[Any]):
             return shown
         known = dict(zip(self._rows, batch.values[len(values) :], strict=True))
         return shown, known or {"sample": batch.rows}
-
-
-def _reader() -> tuple[int, int]:
-    """Return the number of this worker and that of all; this process counts as the only one."""
-    info = get_worker_info()
-    return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 def _sizes_of(
@@ -440,7 +410,7 @@ class _Batch(NamedTuple):
 
 
 def _batches_of(
-    columns: Sequence[Tensor], order: _Order, own: range, room: int, batch_size: int, begun: int
+    columns: Sequence[Tensor], order: _Order, places: range, room: int, batch_size: int, begun: int
 ) -> Iterator[_Batch]:
     """Yield rows batch by batch.
 
@@ -450,7 +420,7 @@ def _batches_of(
         The values of each layer in all rows, in memory or on disk.
     order : _Order
         The order of the rows.
-    own : range
+    places : range
         The places to be given.
     room : int
         The number of rows for which a buffer has room.
@@ -460,10 +430,10 @@ def _batches_of(
         The number of rows that were given already, which are whole batches.
     """
     # No batch has rows of two fillings.
-    size = len(own) if len(own) <= room else max(1, room // batch_size) * batch_size
-    buffers = [_buffer_for(column, min(size, len(own))) for column in columns]
-    for start in range(begun - begun % size, len(own), size):
-        span = own[start : start + size]
+    size = len(places) if len(places) <= room else max(1, room // batch_size) * batch_size
+    buffers = [_buffer_for(column, min(size, len(places))) for column in columns]
+    for start in range(begun - begun % size, len(places), size):
+        span = places[start : start + size]
         pieces = list(order.rows(span))
         slots = order.permutation(len(span), span.start)
         rows = torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in pieces])[slots]
