@@ -32,7 +32,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from torch import nn
 from scio_recorder.tensors import private
 
 _T = TypeVar("_T")
+RunCall: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]
 
 _COLLECTS_INSIDE_INSTRUCTIONS = sys.version_info < (3, 12)
 # Who runs a finalizer that never ends, or waits for us in it, must not stop us for good.
@@ -170,8 +171,20 @@ def _uncopied(module: nn.Module) -> set[int]:
     }
 
 
-class Around:
-    """Stands in place of a module's call, which may be several around each other.
+class CallWrapper:
+    """Stands in place of a module's call; several may stand around each other.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    run : callable
+        ``run(call, args, kwargs)`` stands for a call of the module; ``call(*args, **kwargs)`` is
+        what would be called without this.
+    run_traced : callable, optional
+        The same for a call that dynamo follows. By default that is called as without this.
+    site : object, optional
+        The site of the hooks with which this comes and goes.
 
     Attributes
     ----------
@@ -181,48 +194,12 @@ class Around:
 
     inner: Any = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand for a call."""
-        raise NotImplementedError
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the module has nothing in place of its call.
-        return type(None), ()
-
-    def put_around(self, module: nn.Module) -> None:
-        """Take the place of a module's call."""
-        with _CHANGING_CALLS:
-            self.inner = private.compiled_call(module)
-            private.set_compiled_call(module, self)
-
-    def put_inside(self, module: nn.Module) -> None:
-        """Take the place of what the functions around a module's call stand for."""
-        with _CHANGING_CALLS:
-            *_, innermost = None, *wrappers(module)
-            if innermost is None:
-                self.put_around(module)
-            else:
-                self.inner, innermost.inner = innermost.inner, self
-
-    def take_from(self, module: nn.Module) -> None:
-        """Leave the place of a module's call, or of those around which others stand."""
-        take_out(module, lambda call: call is self)
-
-
-class AroundPlain(Around):
-    """Stands in place of the call of a module that is not compiled; a subclass says what it does.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module.
-    """
-
-    # No compiled code: see private.is_compiled.
-    is_plain = True
-
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self, module: nn.Module, run: RunCall, run_traced: RunCall | None = None, site: Any = None
+    ) -> None:
         self.module = module
+        self.site = site
+        self._run, self._run_traced = run, run_traced
         self._plain = private.plain_call(module)
         # A first use has a frame more, which calls must not see.
         private.called_module()
@@ -230,43 +207,65 @@ class AroundPlain(Around):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stand for a call, unless it is that of a shallow copy, which shares what is set here."""
         if torch.compiler.is_dynamo_compiling():
-            return self.run_traced(args, kwargs)
+            run = self._run_traced
+            return self.call(*args, **kwargs) if run is None else run(self.call, args, kwargs)
         called = private.called_module()
         if called is not None and called is not self.module:
             return private.plain_call(called)(*args, **kwargs)
-        return self.run(args, kwargs)
+        return self._run(self.call, args, kwargs)
 
-    def call(self, args: Any, kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module as it would be called without this."""
+        # Looked up late: a pass puts the recorder's own functions inside before it calls.
         return (self.inner or self._plain)(*args, **kwargs)
 
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """Stand for a call of the module."""
-        raise NotImplementedError
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the module has nothing in place of its call.
+        return type(None), ()
 
-    def run_traced(self, args: Any, kwargs: Any) -> Any:
-        """Stand for a call of the module that dynamo follows: by default, only call it."""
-        return self.call(args, kwargs)
+    @property
+    def is_plain(self) -> bool:
+        """Whether the module is not compiled, see ``private.is_compiled``."""
+        return self.inner is None or getattr(self.inner, "is_plain", False)
+
+    def put_around(self) -> None:
+        """Take the place of the module's call."""
+        with _CHANGING_CALLS:
+            self.inner = private.compiled_call(self.module)
+            private.set_compiled_call(self.module, self)
+
+    def put_inside(self) -> None:
+        """Take the place of what the functions around the module's call stand for."""
+        with _CHANGING_CALLS:
+            *_, innermost = None, *wrappers(self.module)
+            if innermost is None:
+                self.put_around()
+            else:
+                self.inner, innermost.inner = innermost.inner, self
+
+    def remove(self) -> None:
+        """Leave the place of the module's call, or of those around which others stand."""
+        take_out(self.module, lambda wrapper: wrapper is self)
 
 
-def wrappers(module: nn.Module) -> Iterator[Around]:
+def wrappers(module: nn.Module) -> Iterator[CallWrapper]:
     """Yield the wrappers around a module's call, the outermost first."""
     call = private.compiled_call(module)
-    while isinstance(call, Around):
+    while isinstance(call, CallWrapper):
         yield call
         call = call.inner
 
 
-def take_out(module: nn.Module, is_gone: Callable[[Around], bool]) -> None:
+def take_out(module: nn.Module, is_gone: Callable[[CallWrapper], bool]) -> None:
     """Take some wrappers out of those around a module's call, whichever came first."""
 
     def remaining(call: Any) -> Any:
-        if not isinstance(call, Around):
+        if not isinstance(call, CallWrapper):
             return call
         call.inner = remaining(call.inner)
         return call.inner if is_gone(call) else call
 
     with _CHANGING_CALLS:
         call = private.compiled_call(module)
-        if isinstance(call, Around):
+        if isinstance(call, CallWrapper):
             private.set_compiled_call(module, remaining(call))

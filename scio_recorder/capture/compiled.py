@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from scio_recorder.capture.around import Around
 from scio_recorder.capture.program import Program
 from scio_recorder.errors import FlowError, PostprocessorError, UnsupportedNetError
 from scio_recorder.layer import RowIdx, few
@@ -21,25 +18,6 @@ _COMPILED = (
     "the pass was compiled, and operations are seen in passes that are not: run the recorder "
     "without torch.compile"
 )
-
-
-class AroundCompiledRecorder(Around):
-    """Stands for the compiled call of a recorder, and calls a function before it.
-
-    Parameters
-    ----------
-    prepare : callable
-        Takes no arguments.
-    """
-
-    def __init__(self, prepare: Callable[[], None]) -> None:
-        self._prepare = prepare
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand for a call."""
-        if not torch.compiler.is_compiling():
-            self._prepare()
-        return self.inner(*args, **kwargs)
 
 
 class CompiledPass:

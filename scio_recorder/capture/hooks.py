@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.capture.around import (
-    Around,
+    CallWrapper,
     Uncopied,
     change_hooks,
     keep_out_of_copies,
@@ -26,7 +26,7 @@ from scio_recorder.capture.around import (
     wrappers,
 )
 from scio_recorder.capture.keeping import NOTHING
-from scio_recorder.capture.own_code import AroundOwnCode, OwnCodeHook
+from scio_recorder.capture.own_code import OwnCodeHook, RecordedCode
 from scio_recorder.nets.operations import unseen
 from scio_recorder.tensors import private
 
@@ -192,31 +192,20 @@ class ModuleHook(Uncopied):
         return compiled.receive(self.index, output)
 
 
-class AroundCompiled(Around):
-    """Stands for a module's compiled call, so that our hook acts outside of it.
+def _run_compiled(
+    hook: ModuleHook, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Call a module's compiled function with our hook before and behind it, outside of it.
 
     ``module.compile()`` compiles the module's hooks too, and a value that is traced once is no
     record.
     """
-
-    def __init__(self, hook: ModuleHook, module: nn.Module) -> None:
-        self.hook = hook
-        self.site = hook.site
-        self._module = weakref.ref(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the compiled function, with our hook before and after it."""
-        if torch.compiler.is_dynamo_compiling():
-            # The network around it is compiled: not all versions of torch call this, but all call a
-            # hook.
-            return self.inner(*args, **kwargs)
-        module: Any = self._module()
-        received = self.hook.before(module, args, kwargs)
-        if received is not None:
-            args, kwargs = received
-        output = self.inner(*args, **kwargs)
-        changed = self.hook.after(module, args, output)
-        return output if changed is None else changed
+    received = hook.before(module, args, kwargs)
+    if received is not None:
+        args, kwargs = received
+    output = call(*args, **kwargs)
+    changed = hook.after(module, args, output)
+    return output if changed is None else changed
 
 
 _Hook = ModuleHook | OwnCodeHook
@@ -258,7 +247,9 @@ class Hooks:
                     module.register_forward_pre_hook(hook.before, with_kwargs=True)
             elif self._is_newly_compiled(module):
                 self._remove_from(module)
-                AroundCompiled(hook, module).put_around(module)
+                CallWrapper(
+                    module, partial(_run_compiled, hook, module), site=self._site
+                ).put_around()
                 module.register_forward_hook(hook.after_traced)
         for module, hooks in self._own_code:
             # Nothing is seen of compiled code.
@@ -271,10 +262,9 @@ class Hooks:
     def _attach_to_own_code(
         self, module: nn.Module, functions: Sequence[Mapping[str, ModuleHook]]
     ) -> None:
-        calls = (call for call in wrappers(module) if isinstance(call, AroundOwnCode))
-        if all(call.site is not self._site for call in calls):
+        if not self._wraps(module):
             # What makes calls passes must stand around it.
-            AroundOwnCode(module, self._site, functions).put_inside(module)
+            RecordedCode(self._site, functions).wrapper(module).put_inside()
         if not any(functions):
             return
         after, before = private.forward_hooks(module)
@@ -286,10 +276,10 @@ class Hooks:
 
     def _is_newly_compiled(self, module: nn.Module) -> bool:
         """Whether a module is compiled, and our hook is not outside of the compiled call."""
-        return private.calls_compiled(module) and not any(
-            isinstance(call, AroundCompiled) and call.site is self._site
-            for call in wrappers(module)
-        )
+        return private.calls_compiled(module) and not self._wraps(module)
+
+    def _wraps(self, module: nn.Module) -> bool:
+        return any(wrapper.site is self._site for wrapper in wrappers(module))
 
     def removed_by_others(self) -> set[int]:
         """Return the entries whose hooks are gone, where the number of calls does not tell."""
@@ -319,7 +309,7 @@ class Hooks:
         let_copy(*self._all)
 
     def _remove_from(self, module: nn.Module) -> None:
-        take_out(module, lambda call: getattr(call, "site", None) is self._site)
+        take_out(module, lambda wrapper: wrapper.site is self._site)
         for hooks in filter(None, private.forward_hooks(module)):
             for number in self._own(hooks, _Hook):
                 private.remove_hook(module, number)

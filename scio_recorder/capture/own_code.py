@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from scio_recorder.capture.around import AroundPlain, Uncopied
+from scio_recorder.capture.around import CallWrapper, Uncopied
 from scio_recorder.capture.checkpoint_regions import regions
 from scio_recorder.capture.in_place import write, writes_to_argument
 from scio_recorder.errors import PostprocessorError
@@ -42,15 +43,15 @@ class _RecordingMode(LibraryMode):
     """Takes the calls of some functions while the own code of one call of a module runs."""
 
     def __init__(
-        self, around: AroundOwnCode, hooks: _Functions, log: list[Any] | None, sees_inputs: bool
+        self, code: RecordedCode, hooks: _Functions, log: list[Any] | None, sees_inputs: bool
     ) -> None:
-        self._around = around
+        self._code = code
         self._hooks = hooks
         # That of the pass, if hooks may simply append to it.
         self._log = log
         self._sees_inputs = sees_inputs
         # To look takes long. A pass that has to learn shows whether compiled functions are called.
-        self._looks_around = around.skips_transforms or around.calls_compiled or log is None
+        self._looks_around = code.skips_transforms or code.calls_compiled or log is None
 
     # Every recorded operation pays for this in every pass, and so it takes no other call.
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,7 +59,7 @@ class _RecordingMode(LibraryMode):
         if is_compiling() or self.is_paused:
             return func(*args, **kwargs)
         hook = self._hooks[func]
-        if hook is None or (self._looks_around and self._around.is_unseen()):
+        if hook is None or (self._looks_around and self._code.is_unseen()):
             return func(*args, **kwargs)
         if self._sees_inputs:
             return _take_inputs(hook, func, args, kwargs)
@@ -88,7 +89,7 @@ def _take_inputs(hook: Any, func: Callable[..., Any], args: Any, kwargs: Any) ->
     if changed is None and received is None:
         return output
     name = function_name(func)
-    if regions((AroundCode.run.__code__,)):
+    if regions((run_in_mode.__code__,)):
         raise PostprocessorError(
             f"{name} is called in a checkpointed function that is no module, so its second run is "
             "not seen: let the post-processor act on a layer, or checkpoint a module"
@@ -99,55 +100,45 @@ def _take_inputs(hook: Any, func: Callable[..., Any], args: Any, kwargs: Any) ->
     return write(changed, output, given, (*args, *kwargs.values()), name)
 
 
-class AroundCode(AroundPlain):
-    """Stands around the calls of a module, and lets a mode act while its own code runs.
+def run_in_mode(
+    local: Any, mode_of: Callable[[], Any], call: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Call a module, in a mode of its own or in none of the same observer.
 
     Parameters
     ----------
-    module : torch.nn.Module
-        The module.
     local : object
         Of each thread, with the mode of the own code that runs just now as ``own_code``.
+    mode_of : callable
+        Returns the mode for a call that begins; None for none.
+    call, args, kwargs
+        As a `CallWrapper` gives them.
     """
-
-    def __init__(self, module: nn.Module, local: Any) -> None:
-        super().__init__(module)
-        self.local = local
-
-    def mode(self) -> Any:
-        """Return the mode for a call that begins; None for none."""
-        return None
-
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """Call the module, in a mode of its own or in none of the same observer."""
-        local = self.local
-        outer, own = local.own_code, self.mode()
-        if outer is None and own is None:
-            return self.call(args, kwargs)
-        modes = private.function_modes()
-        try:
-            local.own_code = own
-            others = [mode for mode in modes if mode is not outer]
-            private.set_function_modes(others if own is None else [*others, own])
-            return self.call(args, kwargs)
-        finally:
-            # The module may have entered or left modes for good, as `set_default_device` does.
-            now = [mode for mode in private.function_modes() if mode not in (own, outer)]
-            # Torch takes a mode away while it handles a call, as when a post-processor runs.
-            if outer in modes:
-                above = len(modes) - 1 - modes.index(outer)
-                now.insert(len(now) - above, outer)
-            private.set_function_modes(now)
-            local.own_code = outer
+    outer, own = local.own_code, mode_of()
+    if outer is None and own is None:
+        return call(*args, **kwargs)
+    modes = private.function_modes()
+    try:
+        local.own_code = own
+        others = [mode for mode in modes if mode is not outer]
+        private.set_function_modes(others if own is None else [*others, own])
+        return call(*args, **kwargs)
+    finally:
+        # The module may have entered or left modes for good, as `set_default_device` does.
+        now = [mode for mode in private.function_modes() if mode not in (own, outer)]
+        # Torch takes a mode away while it handles a call, as when a post-processor runs.
+        if outer in modes:
+            above = len(modes) - 1 - modes.index(outer)
+            now.insert(len(now) - above, outer)
+        private.set_function_modes(now)
+        local.own_code = outer
 
 
-class AroundOwnCode(AroundCode):
-    """Stands around the calls of a module whose own code is recorded, or that such code may call.
+class RecordedCode:
+    """The recorded operations in the own code of one module, or of one that such code may call.
 
     Parameters
     ----------
-    module : torch.nn.Module
-        The module.
     site : object
         That of the recorder's hooks.
     hooks : sequence of mapping
@@ -155,14 +146,17 @@ class AroundOwnCode(AroundCode):
         called.
     """
 
-    def __init__(self, module: nn.Module, site: Any, hooks: Sequence[Mapping[str, Any]]) -> None:
-        super().__init__(module, site.local)
+    def __init__(self, site: Any, hooks: Sequence[Mapping[str, Any]]) -> None:
         self.site = site
         # Whether calls inside a transform, whose tensors die with it, are not told apart by number.
         self.skips_transforms: bool = site.skips_transforms
         # Whether the own code has called a function that others have compiled.
         self.calls_compiled = False
         self._hooks = [*map(_Functions, hooks)]
+
+    def wrapper(self, module: nn.Module) -> CallWrapper:
+        """Return what stands around the calls of the module."""
+        return CallWrapper(module, partial(run_in_mode, self.site.local, self.mode), site=self.site)
 
     def mode(self) -> _RecordingMode | None:
         """Return the mode for a call in a pass, or in one that checkpointing runs again."""
@@ -186,7 +180,7 @@ class AroundOwnCode(AroundCode):
 
     def is_unseen(self) -> bool:
         """Whether the caller is inside a function that others have compiled, or in a transform."""
-        if private.is_in_compiled_function((AroundCode.run.__code__,)):
+        if private.is_in_compiled_function((run_in_mode.__code__,)):
             self.calls_compiled = True
             return True
         return self.skips_transforms and private.transform_around() is not None

@@ -19,7 +19,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.around import AroundPlain
+from scio_recorder.capture.around import CallWrapper, RunCall
 from scio_recorder.errors import (
     ArgumentError,
     MutationError,
@@ -194,8 +194,8 @@ class Watcher:
     posts: Postprocessors | None
 
 
-class AroundCalls(AroundPlain):
-    """Stands for the call of a network, and makes the call a pass.
+class WatchedCalls:
+    """Makes each call of a network a pass, by a wrapper around it.
 
     Parameters
     ----------
@@ -210,13 +210,13 @@ class AroundCalls(AroundPlain):
         Whether there was a call.
     """
 
-    def __init__(self, net: nn.Module, run: Callable[..., Any]) -> None:
-        super().__init__(net)
+    def __init__(self, net: nn.Module, run: RunCall) -> None:
+        # A call that dynamo follows is refused, too.
+        self.wrapper = CallWrapper(net, self._make_pass, self._make_pass)
         self._run = run
         self.were_made = False
 
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """Run a pass, unless the network is being compiled."""
+    def _make_pass(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             raise UnsupportedNetError(
                 "the network is compiled inside a block that watches it, and a traced run is not "
@@ -224,12 +224,4 @@ class AroundCalls(AroundPlain):
                 "configuration), or compile the recorder and call that"
             )
         self.were_made = True
-        # That of another recorder's block, or the network itself.
-        return self._run(self._inside, args, kwargs)
-
-    # A call that dynamo follows is refused, too.
-    run_traced = run
-
-    def _inside(self, *args: Any, **kwargs: Any) -> Any:
-        # Looked up late: a pass puts the recorder's own functions inside before it calls.
-        return self.call(args, kwargs)
+        return self._run(call, args, kwargs)

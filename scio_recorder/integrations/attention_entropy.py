@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from scio_recorder.capture.around import CallWrapper
 from scio_recorder.capture.checkpoint_regions import is_rerun
-from scio_recorder.capture.own_code import AroundCode, ObservingMode
+from scio_recorder.capture.own_code import ObservingMode, run_in_mode
 from scio_recorder.errors import AttentionError
 from scio_recorder.nets.attention_calls import AttentionReader
 from scio_recorder.nets.operations import unseen
@@ -33,22 +35,29 @@ class EntropyMeter:
 
     def __init__(self) -> None:
         self.local = _Local()
-        self._around: list[_AroundMeasured] = []
+        self._wrappers: list[CallWrapper] = []
         # By name: the sum of entropies, how many there are, and why one can't be read.
         self._sums: dict[str, tuple[float, int]] = {}
         self._failures: dict[str, AttentionError] = {}
 
     def observe(self, modules: Mapping[str, nn.Module]) -> None:
         """Stand around the calls of modules."""
-        self._around = [_AroundMeasured(module, name, self) for name, module in modules.items()]
-        for one in self._around:
-            one.put_inside(one.module)
+        runs = {
+            name: partial(run_in_mode, self.local, partial(self._mode, name)) for name in modules
+        }
+        self._wrappers = [CallWrapper(module, runs[name]) for name, module in modules.items()]
+        for wrapper in self._wrappers:
+            wrapper.put_inside()
 
     def leave(self) -> None:
         """Leave the modules alone."""
-        for one in self._around:
-            one.take_from(one.module)
-        self._around = []
+        for wrapper in self._wrappers:
+            wrapper.remove()
+        self._wrappers = []
+
+    def _mode(self, name: str) -> _Measuring | None:
+        """Return the mode for a call, unless activation checkpointing repeats it."""
+        return None if is_rerun() else _Measuring(name, self)
 
     def measure(self, name: str, reader: AttentionReader, *operation: Any) -> None:
         """Look at an operation of a module; training goes on if its attention can't be read."""
@@ -93,15 +102,3 @@ class _Measuring(ObservingMode):
     def after(self, function: str, index: int, given: Inputs, output: Any) -> None:
         """Hand an operation over."""
         unseen(self._meter.measure, self._name, self._reader, function, given, output)
-
-
-class _AroundMeasured(AroundCode):
-    """Stands around the calls of a module whose attention is measured."""
-
-    def __init__(self, module: nn.Module, name: str, meter: EntropyMeter) -> None:
-        super().__init__(module, meter.local)
-        self._name, self._meter = name, meter
-
-    def mode(self) -> _Measuring | None:
-        """Return the mode for a call, unless activation checkpointing repeats it."""
-        return None if is_rerun() else _Measuring(self._name, self._meter)

@@ -15,6 +15,7 @@ import traceback
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any, Self
 
@@ -24,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from scio_recorder.capture.around import AroundPlain
+from scio_recorder.capture.around import CallWrapper
 from scio_recorder.errors import MutationError, SelectorTypeError
 from scio_recorder.layer import RowIdx
 from scio_recorder.nets.architecture import Architecture
@@ -74,22 +75,26 @@ class SavedTensors:
         self._dtype = floating_or_none(dtype, SelectorTypeError)
         self._pin_memory = pin_memory
         self._modules = _modules_of(architecture, set(chosen))
-        self._around: list[_AroundLayer] = []
+        self._wrappers: list[CallWrapper] = []
         self._copies: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> Self:
-        if self._around:
+        if self._wrappers:
             raise RuntimeError("this saved_tensors block was entered already: make another one")
         modules = [module for module in self._modules if not private.calls_compiled(module)]
-        self._around = [_AroundLayer(module, self) for module in modules]
-        for around in self._around:
-            around.put_around(around.module)
+        self._wrappers = [CallWrapper(one, partial(self._run, one)) for one in modules]
+        for wrapper in self._wrappers:
+            wrapper.put_around()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for around in self._around:
-            around.take_from(around.module)
-        self._around = []
+        for wrapper in self._wrappers:
+            wrapper.remove()
+        self._wrappers = []
+
+    def _run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self.hooks(module):
+            return call(*args, **kwargs)
 
     def hooks(self, module: nn.Module) -> AbstractContextManager[None]:
         """Return the hooks on saved tensors for a call of a module that begins now."""
@@ -123,18 +128,6 @@ class SavedTensors:
             copy = StridedCopy(tensor, self._device, dtype, pin_memory=pins)
             self._copies[tensor] = (version_of(tensor), weakref.ref(copy))
         return copy
-
-
-class _AroundLayer(AroundPlain):
-    """Stands around the calls of a module, with hooks on saved tensors."""
-
-    def __init__(self, module: nn.Module, block: SavedTensors) -> None:
-        super().__init__(module)
-        self._block = block
-
-    def run(self, args: Any, kwargs: Any) -> Any:
-        with self._block.hooks(self.module):
-            return self.call(args, kwargs)
 
 
 class _Packer:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.capture.watch import AroundCalls, Passes, Watcher, why_not_called
+from scio_recorder.capture.watch import Passes, WatchedCalls, Watcher, why_not_called
 from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
 from scio_recorder.layer import Operation, few
 from scio_recorder.nets.attention_calls import AttentionRecords
@@ -578,7 +578,7 @@ class Collecting(nn.Module):
                 self._collected = None
 
     @contextlib.contextmanager
-    def _around(self, watcher: Watcher) -> Iterator[AroundCalls]:
+    def _around(self, watcher: Watcher) -> Iterator[WatchedCalls]:
         """Make each call of the network inside a block a pass of the recorder."""
         recorder = weakref.ref(self)
 
@@ -594,9 +594,9 @@ class Collecting(nn.Module):
                 "the network was compiled after it was wrapped, and compiled code ignores hooks: "
                 "watch it uncompiled, or compile the recorder and call that"
             )
-        calls = AroundCalls(self._net, run)
+        calls = WatchedCalls(self._net, run)
         try:
-            calls.put_around(self._net)
+            calls.wrapper.put_around()
             self._capture.has_missed &= bool(self._watchers)
             self._capture.site.local.outside = set()
             self._watchers.append(watcher)
@@ -604,7 +604,7 @@ class Collecting(nn.Module):
         finally:
             # It may not be there yet if the block was interrupted.
             self._watchers[:] = [one for one in self._watchers if one is not watcher]
-            calls.take_from(self._net)
+            calls.wrapper.remove()
         if self._capture.has_missed:
             raise UnsupportedNetError(
                 "a compiled recorder was called in the block, which does not see compiled passes: "

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from scio_recorder.capture.compiled import AroundCompiledRecorder
+from scio_recorder.capture.around import CallWrapper
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import CopyPolicy, RecordOptions
 from scio_recorder.display.outline import Outline, Outlined, outline, printed, visible
@@ -456,7 +456,13 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             Passed to ``torch.compile``.
         """
         super().compile(*args, **kwargs)
-        AroundCompiledRecorder(lambda: self._capture.prepare_compiled()).put_around(self)
+
+        def run(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self._capture.prepare_compiled()
+            return call(*args, **kwargs)
+
+        CallWrapper(self, run).put_around()
 
     def _forward_compiled(
         self,

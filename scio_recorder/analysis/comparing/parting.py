@@ -16,15 +16,17 @@ from __future__ import annotations
 import contextlib
 import difflib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, takewhile, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.measures import Tolerance, measure, paired_outputs
-from scio_recorder.capture.own_code import AroundCode, ObservingMode, OwnCodeHook
+from scio_recorder.capture.around import CallWrapper
+from scio_recorder.capture.own_code import ObservingMode, OwnCodeHook, run_in_mode
 from scio_recorder.layer import Layer, Operation, describe
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.operations import calling_line, is_unset
@@ -138,13 +140,12 @@ class _Local(threading.local):
     own_code: ObservingMode | None = None
 
 
-class _AroundTraced(AroundCode):
-    """Stands around the calls of the layer's module, each with steps of its own, or all of one."""
+class _TracedCalls:
+    """The calls of the layer's module, each with steps of its own, or all of one."""
 
     def __init__(self, net: nn.Module, layer: Layer, local: _Local, *, is_one: bool) -> None:
-        assert layer.module is not None
-        super().__init__(layer.module, local)
         self._layer = layer
+        self._local = local
         self._is_one = is_one
         self._weights = {*map(id, net.parameters()), *map(id, net.buffers())}
         # What the network holds, and what the module receives.
@@ -152,46 +153,39 @@ class _AroundTraced(AroundCode):
         self._received: list[Tensor] = []
         self.calls: list[_TracingMode] = []
 
-    def mode(self) -> _TracingMode:
+    def _mode(self) -> _TracingMode:
         """Return the mode for a call, in the order in which calls start."""
         steps = self.calls[0].steps if self._is_one and self.calls else []
         outside = (*self._outside, *map(id, self._received))
         self.calls.append(_TracingMode(self._layer, self._weights, outside, steps))
         return self.calls[-1]
 
-    def run(self, args: Any, kwargs: Any) -> Any:
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the module, and keep what it returns."""
         number, self._received = len(self.calls), tensors((args, kwargs))
-        output = super().run(args, kwargs)
+        output = run_in_mode(self._local, self._mode, call, args, kwargs)
         own = self.calls[number]
         own.add(None, _RETURN, own.before((output,), {}), None)
         return output
 
 
-class _AroundOther(AroundCode):
-    """Stands around the calls of other modules, which are steps of the own code around them.
+def _run_other(local: _Local, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call another module, outside of the mode: such calls are steps of the own code around them.
 
     They run under a mode as well, one that sees nothing. So the whole network leaves PyTorch's fast
     paths, as it does when it is recorded: an encoder on one would give nested tensors to attention
     that is not.
     """
-
-    def mode(self) -> ObservingMode:
-        """Return a mode that stays paused."""
-        return ObservingMode()
-
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """Call the module outside of the mode."""
-        outer = self.local.own_code
-        if not isinstance(outer, _TracingMode) or outer.is_paused:
-            return super().run(args, kwargs)
-        with _paused(outer):
-            given = outer.before(args, kwargs)
-        output = super().run(args, kwargs)
-        with _paused(outer):
-            # A module makes what it writes to as well.
-            outer.add(None, _CALL, given, (output, outer.written((args, kwargs))))
-        return output
+    outer = local.own_code
+    if not isinstance(outer, _TracingMode) or outer.is_paused:
+        return run_in_mode(local, ObservingMode, call, args, kwargs)
+    with _paused(outer):
+        given = outer.before(args, kwargs)
+    output = run_in_mode(local, ObservingMode, call, args, kwargs)
+    with _paused(outer):
+        # A module makes what it writes to as well.
+        outer.add(None, _CALL, given, (output, outer.written((args, kwargs))))
+    return output
 
 
 @contextlib.contextmanager
@@ -218,19 +212,19 @@ def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[St
     """
     module, local, steps = layer.module, _Local(), list[Step]()
     assert module is not None
-    around = _AroundTraced(net, layer, local, is_one=all_calls)
+    traced_calls = _TracedCalls(net, layer, local, is_one=all_calls)
     others = [one for one in net.modules() if one is not module and takes_hooks(one)]
     hook = OwnCodeHook(local)
-    wrappers = [(one, _AroundOther(one, local)) for one in others]
+    wrappers = [CallWrapper(one, partial(_run_other, local)) for one in others]
     with contextlib.ExitStack() as stack:
-        for one, wrapper in [(module, around), *wrappers]:
-            wrapper.put_around(one)
-            stack.callback(wrapper.take_from, one)
+        for wrapper in [CallWrapper(module, traced_calls.run), *wrappers]:
+            wrapper.put_around()
+            stack.callback(wrapper.remove)
         stack.callback(module.register_forward_pre_hook(hook.resume).remove)
         stack.callback(module.register_forward_hook(hook.pause, prepend=True).remove)
         yield steps
         number = 0 if all_calls else layer.call
-        for call in around.calls[number : number + 1]:
+        for call in traced_calls.calls[number : number + 1]:
             steps += call.steps
 
 

@@ -26,9 +26,10 @@ from scio_recorder.analysis.guarding.finite import Known
 from scio_recorder.analysis.guarding.guarded_code import GuardedCode
 from scio_recorder.analysis.guarding.guarded_gradients import attach
 from scio_recorder.analysis.guarding.origin import KeptInputs, Origin
+from scio_recorder.capture.around import CallWrapper
 from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
 from scio_recorder.capture.hooks import CallHook, CallHooks
-from scio_recorder.capture.own_code import AroundCode
+from scio_recorder.capture.own_code import run_in_mode
 from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
 from scio_recorder.layer import Layer, counted
 from scio_recorder.nets.architecture import Architecture
@@ -125,10 +126,10 @@ def guarded(
     modules, weights = _modules_of(architecture), WeightDigests() if keep_inputs else None
     layers = fusable(architecture, of_functions=operations)
     calls = _GuardedCalls(checks, modules, layers, weights, gradients)
-    around = [_AroundGuarded(one, checks) for one in modules] if operations else []
+    wrappers = [_wrapper(one, checks) for one in modules] if operations else []
     try:
-        for one in around:
-            one.put_around(one.module)
+        for wrapper in wrappers:
+            wrapper.put_around()
         # A method would be held weakly, and looked up at each call.
         ends = partial(calls.begin), partial(calls.end)
         hooks.add(*[CallHook(one, name, *ends, always=True) for one, name in modules.items()])
@@ -138,8 +139,8 @@ def guarded(
         raise
     finally:
         hooks.remove()
-        for one in around:
-            one.take_from(one.module)
+        for wrapper in wrappers:
+            wrapper.remove()
         calls.forget(None)
     if hooks.compiled:
         raise UnsupportedNetError(
@@ -153,16 +154,13 @@ def guarded(
         )
 
 
-class _AroundGuarded(AroundCode):
-    """Stands around the calls of a module whose operations are examined."""
+def _wrapper(module: nn.Module, checks: Checks) -> CallWrapper:
+    """Return what stands around the calls of a module whose operations are examined."""
 
-    def __init__(self, module: nn.Module, checks: Checks) -> None:
-        super().__init__(module, checks.local)
-        self._checks = checks
+    def mode() -> GuardedCode | None:
+        return None if checks.is_over else GuardedCode(module, checks.local)
 
-    def mode(self) -> GuardedCode | None:
-        """Return the mode for a call, as long as anything is looked for."""
-        return None if self._checks.is_over else GuardedCode(self.module, self.local)
+    return CallWrapper(module, partial(run_in_mode, checks.local, mode))
 
 
 def _modules_of(architecture: Architecture) -> dict[nn.Module, str]:
