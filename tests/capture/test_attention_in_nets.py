@@ -64,9 +64,10 @@ class Case:
     def make(self, kernel: str, dtype: torch.dtype) -> nn.Module:
         transformers = pytest.importorskip("transformers")
         torch.manual_seed(0)
-        config = getattr(transformers, f"{self.kind.removesuffix('Model')}Config")(**self.config)
+        kind = getattr(transformers, f"{self.kind.removesuffix('Model')}Config")
+        # Parts of a net may copy its configuration, and miss what is set later.
+        config = kind(**self.config, attn_implementation=kernel)
         net = getattr(transformers, self.kind)(config).to(dtype).eval()
-        net.set_attn_implementation(kernel)
         assert isinstance(net, nn.Module)
         return net
 

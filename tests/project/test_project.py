@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import re
 import tomllib
@@ -12,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,8 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scio_recorder import Recorder
-from scio_recorder.integrations import ray
+from scio_recorder.errors import MissingPackageError
 from scio_recorder.recording.options import CollectOptions
 from tests.project.pages import BLOCK, run_page
 
@@ -290,18 +289,21 @@ def test_functions_are_short() -> None:
     assert not long
 
 
-def test_options_of_collect_are_offered_wherever_something_is_collected() -> None:
-    offered = {
-        Recorder.collect: set(),
+@pytest.mark.parametrize(
+    ("module", "path", "left_out"),
+    [
+        ("scio_recorder", "Recorder.collect", set()),
         # Others run the passes there.
-        Recorder.collecting: {"to_inputs", "stop_early"},
+        ("scio_recorder", "Recorder.collecting", {"to_inputs", "stop_early"}),
         # A part always goes on with what is durable.
-        Recorder.collect_parts: {"resume"},
-        ray.collect_parts: {"resume"},
-    }
+        ("scio_recorder", "Recorder.collect_parts", {"resume"}),
+        ("scio_recorder.integrations.ray", "collect_parts", {"resume"}),
+    ],
+)
+def test_options_of_collect_are_offered(module: str, path: str, left_out: set[str]) -> None:
+    function = attrgetter(path)(public_module(module))
     names = {field.name for field in dataclasses.fields(CollectOptions)}
-    for function, left_out in offered.items():
-        assert names - inspect.signature(function).parameters.keys() == left_out, function
+    assert names - inspect.signature(function).parameters.keys() == left_out
 
 
 def test_no_file_name_stands_twice() -> None:
@@ -363,11 +365,17 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (function.end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
-def public_objects() -> Iterator[tuple[str, Any]]:
-    for module_name in PUBLIC:
-        module: ModuleType = importlib.import_module(module_name)
-        for name in getattr(module, "__all__", ()):
-            yield f"{module_name}.{name}", getattr(module, name)
+def public_module(name: str) -> ModuleType:
+    """Import a public module, or skip the test where its extra is not installed."""
+    module: ModuleType = pytest.importorskip(name, exc_type=MissingPackageError)
+    return module
+
+
+@pytest.fixture(params=PUBLIC)
+def public_objects(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The public names of one module, with what they stand for."""
+    module = public_module(request.param)
+    return {f"{request.param}.{name}": getattr(module, name) for name in module.__all__}
 
 
 def documented_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -383,9 +391,6 @@ def documented_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{attribute}", member
 
 
-PARTS = dict(part for name, value in public_objects() for part in documented_parts(name, value))
-
-
 def missing_parameters(part: Any) -> list[str]:
     # Not inspect.getdoc, which would take the docstring of a base class.
     text = part.__doc__
@@ -396,8 +401,9 @@ def missing_parameters(part: Any) -> list[str]:
     return [name for name in parameters if name != "self" and not explained(name, text)]
 
 
-def test_public_docstrings_name_every_parameter() -> None:
-    missing = {name: missing_parameters(part) for name, part in PARTS.items()}
+def test_public_docstrings_name_every_parameter(public_objects: dict[str, Any]) -> None:
+    parts = [part for item in public_objects.items() for part in documented_parts(*item)]
+    missing = {name: missing_parameters(part) for name, part in parts}
     assert not {name: parameters for name, parameters in missing.items() if parameters}
 
 
@@ -411,11 +417,11 @@ def issubclass_of_exception(part: Any) -> bool:
     return inspect.isclass(part) and issubclass(part, BaseException)
 
 
-def test_public_names_are_in_the_documentation() -> None:
+def test_public_names_are_in_the_documentation(public_objects: dict[str, Any]) -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     missing = [
         name
-        for name, _ in public_objects()
+        for name in public_objects
         # Stores are chosen by a word; who writes one of their own looks into the reference.
         if not name.startswith("scio_recorder.stores.")
         and not re.search(rf"\b{name.rpartition('.')[2]}\b", text)

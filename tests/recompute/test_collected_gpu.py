@@ -17,6 +17,8 @@ pytestmark = [
 ]
 
 
+# Dropout and running statistics are what is tested.
+@pytest.mark.filterwarnings("ignore:the net is in training mode")
 @pytest.mark.parametrize("store", ["host", "device", "disk"])
 def test_bit_for_bit_with_dropout_and_statistics(store: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -49,7 +49,8 @@ def test_a_compiled_recorder_collects_what_the_compiled_net_returns() -> None:
     )
     assert graphs
     bare, x = net(), torch.cat(batches())
-    first = bare[0](x)
+    # The bits of a product may depend on the size of its batch.
+    first = torch.cat([bare[0](batch) for batch in batches()])
     assert torch.equal(recording["0"], first)
     assert torch.equal(recording["1"], torch.relu(first * 2) + x)
     torch.testing.assert_close(recording["2"], bare[2](torch.relu(first * 2)).mean(0))

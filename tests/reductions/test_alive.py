@@ -121,7 +121,7 @@ def test_the_table_of_a_recording_knows_them() -> None:
     assert (tanh["units"], tanh["dead"], tanh["saturated"]) == (5, 1, 1)
     assert (linear["units"], linear["dead"]) == (5, 0)
     with torch.no_grad():
-        outputs = net[:2](torch.cat(batches))
+        outputs = torch.cat([net[:2](batch) for batch in batches])
     assert relu["max_abs"] == pytest.approx(float(outputs.abs().max()))
 
 

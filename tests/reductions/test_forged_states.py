@@ -44,8 +44,9 @@ def others(value: Any) -> Iterator[Any]:
     yield from (True, torch.zeros(()), torch.zeros(2, 7))
     if isinstance(value, Tensor):
         yield from (value.to(torch.int8), value.to(torch.complex64), value.to(torch.float16))
-        yield from (value[..., None], value[:0], torch.cat([value, value]), -value - 1)
-        yield from (value.tolist(), [value])
+        yield from (value[..., None], -value - 1, value.tolist(), [value])
+    if isinstance(value, Tensor) and value.ndim:
+        yield from (value[:0], torch.cat([value, value]))
     if isinstance(value, list) and value:
         yield from (value[:-1], [*value, value[0]], value[::-1], tuple(value))
 
