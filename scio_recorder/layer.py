@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import math
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from scio_recorder.tensors.structures import fold
 
 DepthIdx: TypeAlias = tuple[int, int]
 _T = TypeVar("_T")
@@ -446,35 +447,25 @@ def plain_label(label: RowIdx) -> RowIdx:
     return label if isinstance(label, OperationIdx) else (int(label[0]), int(label[1]))
 
 
-def map_leaves(
-    function: Callable[[Any], Any], value: Any, around: frozenset[int] = frozenset()
-) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a structure in which a function has replaced everything but the containers.
 
-    A container inside itself becomes None; ``around`` has the containers around a part.
+    Mappings and dataclasses become dictionaries.
     """
-    if isinstance(value, TensorSpec):
-        return function(value)
-    if id(value) in around:
-        return None
-    inner = partial(map_leaves, function, around=around | {id(value)})
-    if isinstance(value, Mapping):
-        return {key: inner(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [inner(item) for item in value]
-    if isinstance(value, tuple):
-        items = tuple(inner(item) for item in value)
-        if not hasattr(value, "_make"):
-            return items
-        try:
-            return type(value)(*items)
-        except Exception:
-            # PackedSequence and others want tensors, also when they are copied or unpickled.
-            return items
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
-        return {name: inner(getattr(value, name)) for name in fields}
-    return function(value)
+    return fold(value, function, _rebuilt, lambda part: isinstance(part, TensorSpec))
+
+
+def _rebuilt(container: Any, parts: list[tuple[Any, Any]]) -> Any:
+    if not isinstance(container, list | tuple):
+        return dict(parts)
+    items = [item for _, item in parts]
+    if isinstance(container, list):
+        return items
+    # PackedSequence and others want tensors, also when they are copied or unpickled.
+    with contextlib.suppress(Exception):
+        if hasattr(container, "_make"):
+            return type(container)(*items)
+    return tuple(items)
 
 
 def _spec(value: Any) -> TensorSpec | None:

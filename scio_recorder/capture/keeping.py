@@ -33,7 +33,7 @@ from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import inner_tensors, memories_of, same_bits, version_of
 from scio_recorder.tensors.ownership import Hold, exchange, has_place, own_copy
-from scio_recorder.tensors.structures import Apart, Rebuild, tensors
+from scio_recorder.tensors.structures import Apart, Rebuild, fold, tensors
 
 # The kinds of keeping. LEARN copies and watches whether that was needed. REFERENCE refers to the
 # tensors of a structure, and BARE to an output that is itself a tensor. Of several calls, the one
@@ -261,12 +261,11 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _structure(value: Any, around: tuple[int, ...] = ()) -> object:
+def _structure(value: Any) -> object:
+    return fold(value, _kind_of, lambda container, parts: (type(container), *parts))
+
+
+def _kind_of(value: Any) -> object:
     if isinstance(value, Tensor):
         return value.dtype if type(value) is Tensor else (type(value), value.dtype)
-    is_mapping = isinstance(value, Mapping)
-    if (is_mapping or isinstance(value, list | tuple)) and id(value) not in around:
-        # Not every mapping yields its keys: a TensorDict yields its rows.
-        parts = (*value.keys(), *value.values()) if is_mapping else value
-        return (type(value), *[_structure(part, (*around, id(value))) for part in parts])
     return value if isinstance(value, str) else type(value)

@@ -33,6 +33,7 @@ from scio_recorder.layer import (
 )
 from scio_recorder.nets.offers import offer
 from scio_recorder.tensors.copies import DTYPES, dtype_name
+from scio_recorder.tensors.structures import fold
 
 _FORMAT = 1
 # Beyond this, torch can't address a tensor, and products of lengths would grow without bound.
@@ -561,19 +562,25 @@ def _encode_layer(layer: Layer) -> dict[str, Any]:
 
 
 def _encode_tree(value: Any, *, of_shapes: bool = False) -> Any:
+    def is_leaf(part: Any) -> bool:
+        is_shape = of_shapes and isinstance(part, tuple)
+        return isinstance(part, TensorSpec) or (is_shape and all(isinstance(n, int) for n in part))
+
+    return fold(value, _encode_leaf, _encode_container, is_leaf)
+
+
+def _encode_leaf(value: Any) -> Any:
     if isinstance(value, TensorSpec):
         return {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
-    if of_shapes and isinstance(value, tuple) and all(isinstance(length, int) for length in value):
-        return {"shape": list(value), "dtype": None}
-    if isinstance(value, tuple | list):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_encode_tree(item, of_shapes=of_shapes) for item in value]}
-    if isinstance(value, dict):
-        # JSON has string keys only, and a key that is no string must not collide with one that is.
-        keys = (key if isinstance(key, str | int) else repr(key) for key in value)
-        items = (_encode_tree(item, of_shapes=of_shapes) for item in value.values())
-        return {"dict": [list(pair) for pair in zip(keys, items, strict=True)]}
-    return None
+    return {"shape": list(value), "dtype": None} if isinstance(value, tuple) else None
+
+
+def _encode_container(container: Any, parts: list[tuple[Any, Any]]) -> Any:
+    if isinstance(container, tuple | list):
+        kind = "tuple" if isinstance(container, tuple) else "list"
+        return {kind: [item for _, item in parts]}
+    # JSON has string keys only, and a key that is no string must not collide with one that is.
+    return {"dict": [[key if isinstance(key, str | int) else repr(key), i] for key, i in parts]}
 
 
 def _decode(data: Any) -> tuple[list[Layer], dict[str, tuple[Label, ...]], Any]:

@@ -24,10 +24,12 @@ from scio_recorder.stores.disk_format.reader import KeptBatches, KeptReader, Pac
 from scio_recorder.stores.disk_format.tensor_file import JSON, entries, expect
 from scio_recorder.tensors.copies import DTYPES, dtype_name, is_plain
 from scio_recorder.tensors.digests import digest_of
-from scio_recorder.tensors.structures import flatten
+from scio_recorder.tensors.structures import flatten, fold
 
 # The most bytes between elements of a view that are allocated to restore its strides.
 _MAX_EXTENT_BYTES = 1 << 32
+# The kinds of containers that are kept, those derived from them not.
+_CONTAINERS = (dict, list, tuple, torch.Size)
 
 
 @dataclass
@@ -278,20 +280,31 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
     >>> encode((1, [None, math.inf], {"x": torch.float32}, torch.ones(2)), len)
     {'tuple': [1, [None, {'float': 'inf'}], {'dict': [['x', {'dtype': 'float32'}]]}, {'tensor': 2}]}
     """
-    if isinstance(value, Tensor):
-        return {"tensor": tensor(value)}
+
+    def leaf(part: Any) -> JSON:
+        if isinstance(part, Tensor):
+            return {"tensor": tensor(part)}
+        if type(part) is slice:
+            return {"slice": [leaf(bound) for bound in (part.start, part.stop, part.step)]}
+        return _encode_plain(part)
+
+    def container(whole: Any, parts: list[tuple[Any, JSON]]) -> JSON:
+        kind = type(whole)
+        if kind is dict:
+            return {"dict": [[encode(key, tensor), node] for key, node in parts]}
+        nodes = [node for _, node in parts]
+        return nodes if kind is list else {"tuple" if kind is tuple else "size": nodes}
+
+    node: JSON = fold(value, leaf, container, lambda part: type(part) not in _CONTAINERS)
+    return node
+
+
+def _encode_plain(value: Any) -> JSON:
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value  # type: ignore[no-any-return]  # its kind was just compared
     if kind is float:
         return value if math.isfinite(value) else {"float": str(value)}
-    if kind is dict:
-        return {"dict": [[encode(k, tensor), encode(v, tensor)] for k, v in value.items()]}
-    if kind in (list, tuple, torch.Size):
-        items = [encode(item, tensor) for item in value]
-        return items if kind is list else {"tuple" if kind is tuple else "size": items}
-    if kind is slice:
-        return {"slice": [encode(i, tensor) for i in (value.start, value.stop, value.step)]}
     if value is ...:
         return {"ellipsis": None}
     if kind is torch.dtype:

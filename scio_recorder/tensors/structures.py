@@ -14,7 +14,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache, partial
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -164,6 +164,81 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """
     leaves, rebuild = flatten(value)
     return rebuild([function(leaf) for leaf in leaves])
+
+
+def fold(
+    value: Any,
+    leaf: Callable[[Any], Any],
+    container: Callable[[Any, list[tuple[Any, Any]]], Any],
+    is_leaf: Callable[[Any], bool] | None = None,
+    _around: tuple[int, ...] = (),
+) -> Any:
+    """Return what functions make of a structure, from the inside out.
+
+    Unlike :func:`flatten`, it looks into plain containers only: lists, tuples, mappings and
+    dataclasses.
+
+    Parameters
+    ----------
+    value : Any
+        Any value.
+    leaf : callable
+        ``leaf(value)`` is asked about anything else, and about a container inside itself.
+    container : callable
+        ``container(value, parts)`` is asked about a container. Its parts are pairs: an index, a key
+        or the name of a field, and what was made of the value there.
+    is_leaf : callable, optional
+        ``is_leaf(value)`` says which containers are not looked into.
+
+    Returns
+    -------
+    Any
+        What was made of the whole.
+
+    Examples
+    --------
+    >>> def largest(container, parts):
+    ...     return max(part for _, part in parts)
+    >>> fold({"a": [1, 4], "b": 3}, abs, largest)
+    4
+    """
+    kind: Any = type(value)
+    parts_of = _parts_of(kind)
+    if parts_of is None or id(value) in _around or (is_leaf is not None and is_leaf(value)):
+        return leaf(value)
+    around = (*_around, id(value))
+    parts = [(key, fold(part, leaf, container, is_leaf, around)) for key, part in parts_of(value)]
+    return container(value, parts)
+
+
+@lru_cache(4096)
+def _parts_of(kind: type) -> Callable[[Any], Iterable[tuple[Any, Any]]] | None:
+    """Return what takes plain containers of a class apart; None for other classes."""
+    if issubclass(kind, (Tensor, type)):
+        return None
+    if issubclass(kind, Mapping):
+        # Not every mapping yields its keys: a TensorDict yields its rows.
+        return methodcaller("items")
+    if issubclass(kind, list | tuple):
+        return enumerate
+    return _fields_of if dataclasses.is_dataclass(kind) else None
+
+
+def is_container(value: Any) -> bool:
+    """Whether :func:`fold` looks into a value.
+
+    Examples
+    --------
+    >>> is_container({}), is_container(torch.ones(1)), is_container("text")
+    (True, False, False)
+    """
+    kind: Any = type(value)
+    return _parts_of(kind) is not None
+
+
+def _fields_of(value: Any) -> Iterable[tuple[str, Any]]:
+    names = (field.name for field in dataclasses.fields(value))
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
 def holder_out_of_sight(shared: Iterable[Shared]) -> Any:

@@ -131,11 +131,17 @@ def test_what_can_not_be_kept_is_refused_by_layer_and_type(tmp_path: Path) -> No
     def forward(net: Any, x: Tensor) -> Tensor:
         return net.inner(x, net.given())  # type: ignore[no-any-return]
 
+    def endless() -> list[Any]:
+        holder: list[Any] = [torch.ones(1)]
+        holder.append(holder)
+        return holder
+
     cases: list[tuple[Any, str]] = [
         (Cache, "Cache, .*Call the net without it .a cache, by use_cache=False"),
         (functools.partial(torch.eye, 2, layout=torch.strided), ""),
         (lambda: torch.eye(2).to_sparse(), "Tensor that is not a plain array"),
         (lambda: {"deep": [(1, 2 + 3j)]}, "builtins.complex, .*without it"),
+        (endless, "builtins.list, .*without it"),
         (lambda: torch.return_types.max((torch.ones(1), torch.ones(1))), "torch.return_types.max"),
     ]
     for number, (given, message) in enumerate(cases):

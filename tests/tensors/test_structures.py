@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import DynamicCache
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
 from scio_recorder.tensors.structures import (
     flatten,
+    fold,
     holder_out_of_sight,
+    is_container,
     map_tensors,
     taken_apart,
     tensors,
@@ -53,7 +55,7 @@ class Opaque:
 
 
 class Both:
-    __slots__ = ("__dict__", "slot")
+    __slots__ = ("__dict__", "__weakref__", "slot")
 
     def __init__(self, value: Tensor) -> None:
         self.slot = value
@@ -469,3 +471,54 @@ def test_slots_whose_names_begin_with_two_underscores() -> None:
     new = map_tensors(lambda tensor: tensor * 2, old)
     assert old.x().tolist() == [1, 1]
     assert new.x().tolist() == [2, 2]
+
+
+def with_parts(container: Any, parts: list[tuple[Any, Any]]) -> tuple[Any, ...]:
+    return (type(container).__name__, *parts)
+
+
+@dataclasses.dataclass
+class HalfSet:
+    x: int
+    y: int = dataclasses.field(init=False)
+
+
+CONTAINERS: list[tuple[Any, Any]] = [
+    ([5, (6,)], ("list", (0, 5), (1, ("tuple", (0, 6))))),
+    (Pair(5, "r"), ("Pair", (0, 5), (1, "r"))),
+    (OrderedDict(k=5), ("OrderedDict", ("k", 5))),
+    ({3: {"k": None}}, ("dict", (3, ("dict", ("k", None))))),
+    (Storage(Both(ONE), k=5), ("Storage", ("k", 5))),
+    (Frozen(ONE, 5), ("Frozen", ("a", ONE), ("b", 5))),
+    # A field without a value is none.
+    (HalfSet(5), ("HalfSet", ("x", 5))),
+    (CausalLMOutput(logits=5), ("CausalLMOutput", ("logits", 5))),
+    (torch.Size([5]), ("Size", (0, 5))),
+]
+
+
+@pytest.mark.parametrize(("value", "folded"), CONTAINERS)
+def test_a_fold_shows_each_container_with_its_parts(value: Any, folded: Any) -> None:
+    assert is_container(value)
+    assert fold(value, lambda leaf: leaf, with_parts) == folded
+
+
+@pytest.mark.parametrize(
+    "value", [ONE, Frozen, {5}, deque([5]), slice(5), "text", Opaque(ONE), ...]
+)
+def test_a_fold_shows_anything_else_whole(value: Any) -> None:
+    assert not is_container(value)
+    assert fold(value, lambda leaf: (leaf,), with_parts) == (value,)
+
+
+def test_a_fold_meets_a_container_inside_itself_as_a_leaf() -> None:
+    holder: list[Any] = [5]
+    holder.append({"k": holder, "twice": [5]})
+    assert fold(holder, id, with_parts) == (
+        *("list", (0, id(5))),
+        (1, ("dict", ("k", id(holder)), ("twice", ("list", (0, id(5)))))),
+    )
+
+
+def test_a_fold_can_leave_containers_whole() -> None:
+    assert fold([(5,)], str, with_parts, lambda part: part == (5,)) == ("list", (0, "(5,)"))

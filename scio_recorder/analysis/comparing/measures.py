@@ -13,10 +13,8 @@ finite sum of squares proves that all numbers of a piece are finite, as they nea
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
@@ -30,7 +28,7 @@ from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import counted
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.copies import gathered, inner_tensors, is_dense, with_float64
-from scio_recorder.tensors.structures import tensors
+from scio_recorder.tensors.structures import fold, is_container, tensors
 
 # Elements measured together: in the cache of a core, or many at a time on a device.
 _PIECE = {"cpu": 1 << 17}
@@ -133,49 +131,38 @@ def _tensors_of(parts: Parts) -> list[Tensor]:
 
 
 def _parts_of(value: Any) -> Parts:
-    parts: Parts = {}
-    _take_apart(value, (), frozenset(), parts)
+    """Return the parts of a structure by their places."""
+    parts: Parts = fold(value, _parts_of_leaf, _placed)
     return parts
 
 
-def _take_apart(value: Any, place: tuple[Any, ...], around: frozenset[int], parts: Parts) -> None:
-    """Note the parts of a structure by their places; no None, and no container inside itself."""
-    if value is None or id(value) in around:
-        return
+def _placed(container: Any, parts: list[tuple[Any, Parts]]) -> Parts:
+    return {(key, *place): part for key, inner in parts for place, part in inner.items()}
+
+
+def _parts_of_leaf(value: Any) -> Parts:
     if isinstance(value, Tensor) and value.is_nested:
         # With strides it has no shape, and a jagged one has a symbol of its own in it.
-        parts[*place, "padded"] = dense(value)
         shapes = [part.shape for part in value.unbind()]
-        parts[*place, "shapes"] = torch.tensor(shapes, device="cpu")
-    elif isinstance(value, MaskedTensor):
+        return {("padded",): dense(value), ("shapes",): torch.tensor(shapes, device="cpu")}
+    if isinstance(value, MaskedTensor):
         # What is under the mask counts for nothing.
         masked: Any = value
-        parts[*place, "values"], parts[*place, "mask"] = masked.to_tensor(0), masked.get_mask()
-    elif isinstance(value, Tensor):
+        return {("values",): masked.to_tensor(0), ("mask",): masked.get_mask()}
+    if isinstance(value, Tensor):
         # Other wrappers have their numbers in the tensors inside.
-        for number, inner in enumerate(inner_tensors(gathered(value))):
-            parts[*place, number] = inner
-    elif isinstance(value, _PLAIN):
-        parts[place] = value
-    elif isinstance(value, np.ndarray | np.generic):
+        return {(number,): inner for number, inner in enumerate(inner_tensors(gathered(value)))}
+    if isinstance(value, _PLAIN):
+        return {(): value}
+    if isinstance(value, np.ndarray | np.generic):
         try:
-            parts[place] = torch.as_tensor(value, device="cpu")
+            return {(): torch.as_tensor(value, device="cpu")}
         except TypeError:
             # An array of words, dates or objects.
-            parts[place] = str(value.tolist())
-    else:
-        for key, item in _items(value):
-            _take_apart(item, (*place, key), around | {id(value)}, parts)
-
-
-def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return value.items()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = (field.name for field in dataclasses.fields(value))
-        return ((name, getattr(value, name, None)) for name in names)
-    # Only the tensors of an object such as a key-value cache can be compared.
-    return enumerate(value if isinstance(value, tuple | list) else tensors(value))
+            return {(): str(value.tolist())}
+    # Only the tensors of an object such as a key-value cache can be compared, and nothing of a
+    # container inside itself.
+    return {} if is_container(value) else _parts_of(tensors(value))
 
 
 def _complete(module: nn.Module, inputs: Inputs) -> Inputs:

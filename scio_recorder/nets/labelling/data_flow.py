@@ -41,7 +41,7 @@ from scio_recorder.nets.operations import LibraryMode
 from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet, separate_copy
 from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.tensors import private
-from scio_recorder.tensors.structures import map_tensors, tensors
+from scio_recorder.tensors.structures import fold, map_tensors, tensors
 
 # Frames between the net and the questions that it asks.
 _OWN = (__file__, private.__file__, operations.__file__, contextlib.__file__)
@@ -207,7 +207,7 @@ class Flow(LibraryMode):
         """Add a step, and return its tensor arguments."""
         if len(self.steps) >= self._max_steps:
             raise _TooLongError
-        parts = list(_parts(given))
+        parts = _parts(given)
         tensors = [part for part in parts if isinstance(part, Tensor)]
         for tensor in tensors:
             if tensor not in self._origins:
@@ -345,17 +345,15 @@ def _deciding_line(run: Callable[..., Flow]) -> _CodeLine | None:
     return None
 
 
-def _parts(value: Any, around: frozenset[int] = frozenset()) -> Iterator[Any]:
-    """Yield what containers hold, but for containers inside themselves."""
-    if id(value) in around:
-        return
-    if isinstance(value, tuple | list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _parts(item, around | {id(value)})
-    elif isinstance(value, slice):
-        yield from (value.start, value.stop, value.step)
-    else:
-        yield value
+def _parts(value: Any) -> list[Any]:
+    """Return what containers and slices hold."""
+    parts: list[Any] = []
+
+    def add(part: Any) -> None:
+        parts.extend((part.start, part.stop, part.step) if isinstance(part, slice) else (part,))
+
+    fold(value, add, lambda container, inside: None)
+    return parts
 
 
 def _shown(part: Any) -> str:
