@@ -1,14 +1,11 @@
-"""Texts that show results: the rows of a net as a table and as a tree in HTML, and other tables."""
+"""Texts that show results: the rows of a net as a table, and other tables."""
 
 from __future__ import annotations
 
 import io
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from html import escape
-from importlib.resources import files
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -39,7 +36,7 @@ class Outline:
     mark : str, default "recorded"
         The meaning of a mark.
     remarks : mapping
-        A few words on some rows in HTML; if there are any, shapes and parameters are left out.
+        A few words on some rows; if there are any, shapes and parameters are left out.
     alarms : collection of (int, int), optional
         The rows whose remarks stand out.
     """
@@ -61,6 +58,22 @@ class Node:
     has_children: bool
     is_recorded: bool
     remark: str | None = None
+
+    @property
+    def titles(self) -> tuple[str, str]:
+        """The layer's own name and its type, or that of an operation and the line that made it."""
+        layer = self.layer
+        if isinstance(layer, Operation):
+            return f"{layer.function}:{layer.index}", layer.place
+        return layer.name.rpartition(".")[2], layer.type_name
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The shapes of the layer's output in one line, and its parameters."""
+        layer = self.layer
+        shape = "-" if layer.output_shape is None else visible(str(layer.output_shape))
+        params = f"{layer.num_params:,}" if layer.num_params else "-"
+        return shape if layer.executed else "did not run", params
 
 
 def outline(
@@ -184,30 +197,11 @@ def short_name(name: str, longest: int) -> str:
     return name if len(name) <= longest else f"…{name[1 - longest :]}"
 
 
-def _titles(layer: Layer) -> tuple[str, str]:
-    """Return a layer's own name and its type, or that of an operation and the line that made it."""
-    if isinstance(layer, Operation):
-        return f"{layer.function}:{layer.index}", layer.place
-    return layer.name.rpartition(".")[2], layer.type_name
-
-
 def hint(layer: Layer) -> str:
     """Return the qualified name of a layer; of an operation also its line."""
     if isinstance(layer, Operation):
         return f"{layer.name}, {layer.file}:{layer.line}: {layer.source}"
     return layer.name
-
-
-def _texts(layer: Layer) -> tuple[str, str]:
-    """Return the shapes of a layer's output in one line, and its parameters."""
-    shape = "-" if layer.output_shape is None else visible(str(layer.output_shape))
-    params = f"{layer.num_params:,}" if layer.num_params else "-"
-    return shape if layer.executed else "did not run", params
-
-
-def address_of(layer: Layer) -> str:
-    """Return the address of a layer's row in the table of a page."""
-    return f"#layer-{text(str(layer.label))}"
 
 
 def call_text(layer: Layer) -> str:
@@ -266,7 +260,7 @@ def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> Re
     for node in nodes(shown):
         layer = node.layer
         style = "bold" if node.is_recorded else "" if layer.executed else "dim"
-        shape, params = _texts(layer)
+        shape, params = node.texts
         label = Text(f"{'●' if node.is_recorded else '':<2}{visible(str(layer.label))}")
         # At any depth, most of the column is left for the name.
         module = _branch(node, options.max_width // 3)
@@ -279,7 +273,7 @@ def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> Re
 
 def _branch(node: Node, width: int) -> Text:
     layer = node.layer
-    name, kind = _titles(layer)
+    name, kind = node.titles
     last = "├ " if node.followed[-1] else "└ "
     guides = "".join("│ " if flag else "  " for flag in node.followed[1:-1]) + last
     if len(guides) > width:
@@ -294,112 +288,6 @@ def _branch(node: Node, width: int) -> Text:
 
 def _line(*parts: str | tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
-
-
-@cache
-def asset(name: str) -> str:
-    """Return the text of a style sheet or script beside this file."""
-    return (files("scio_recorder.display") / name).read_text(encoding="utf-8")
-
-
-def text(value: str) -> str:
-    """Return a text as HTML, in an element or a quoted attribute."""
-    return escape(visible(value))
-
-
-def searched(layer: Layer) -> str:
-    """Return the text that a search looks through, as an attribute."""
-    return text(f"{layer.label} {layer.name} {layer.type_name}")
-
-
-def tree_html(shown: Outline, *, links: bool = False) -> Iterator[str]:
-    """Yield the pieces of a tree, which ``tree.css`` styles and ``tree.js`` makes searchable.
-
-    Parameters
-    ----------
-    shown : Outline
-        The rows to show.
-    links : bool, default False
-        Whether labels of rows that are marked or have a remark lead to rows of the page's table.
-
-    Returns
-    -------
-    iterator of str
-        One element of class ``scio-net``.
-
-    Examples
-    --------
-    >>> print("".join(tree_html(Outline("no net", []))))
-    <div class="scio-net"><div class="sn-title">no net</div><ul class="sn-tree"></ul></div>
-    """
-    mark = "" if shown.mark == Outline.mark else f' data-mark="{text(shown.mark)}"'
-    yield f'<div class="scio-net"{mark}><div class="sn-title">{text(shown.title)}</div>'
-    yield '<ul class="sn-tree">'
-    depth = 0
-    for node in nodes(shown):
-        yield "</ul></details></li>" * (depth - node.layer.depth)
-        depth = node.layer.depth + node.has_children
-        if node.has_children:
-            yield f"<li><details open><summary {_row(node, shown, links)}</summary>"
-            yield '<ul class="sn-children">'
-        else:
-            yield f"<li><div {_row(node, shown, links)}</div></li>"
-    yield "</ul></details></li>" * depth
-    yield "</ul></div>\n"
-
-
-def _row(node: Node, shown: Outline, links: bool) -> str:
-    layer = node.layer
-    kinds = ["sn-row"]
-    kinds += ["sn-recorded"] * node.is_recorded + ["sn-idle"] * (not layer.executed)
-    (name, kind), (shape, params) = _titles(layer), _texts(layer)
-    # Isolated, so that names in scripts from right to left don't reorder the row.
-    own_name = f"<bdi>{text(name)}</bdi> " if name else ""
-    mark = f'<span role="img" aria-label="{text(shown.mark)}">●</span>' * node.is_recorded
-    about = (
-        f'<span class="sn-shape" title="{escape(shape)}">{escape(shape)}</span> '
-        f'<span class="sn-params" title="parameters">{params}</span>'
-    )
-    if node.remark is not None:
-        alarm = " sn-alarm" * (layer.label in shown.alarms)
-        about = f'<span class="sn-remark{alarm}">{text(node.remark)}</span>'
-    elif shown.remarks:
-        about = ""
-    # Spaces between the parts, for notebooks that strip styles.
-    return (
-        f'class="{" ".join(kinds)}" title="{text(hint(layer))}"><span class="sn-fold"></span>'
-        f'<span class="sn-mark">{mark}</span> {_label(node, links)} '
-        f'<span class="sn-module">{own_name}<code><bdi>{text(kind)}</bdi></code>'
-        f"{call_text(layer)}</span> {about}"
-    )
-
-
-def _label(node: Node, links: bool) -> str:
-    label = text(str(node.layer.label))
-    if not links or not (node.is_recorded or node.remark):
-        return f'<span class="sn-label">{label}</span>'
-    return f'<a class="sn-label" href="{address_of(node.layer)}">{label}</a>'
-
-
-class Outlined:
-    """An object that is shown as the rows of a net."""
-
-    def _outline(self) -> Outline:
-        """Return the outline to show."""
-        raise NotImplementedError
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the lines of a table that fits the console."""
-        yield from table_lines(self._outline(), console, options)
-
-    def _repr_html_(self) -> str:
-        """Return a tree that can be folded and searched; a page may contain any number of them.
-
-        There are no ids that could clash, each rule of the style begins with the tree's own class,
-        and colours are those of the page around it. It folds without scripts too.
-        """
-        tree = "".join(tree_html(self._outline()))
-        return f"<style>\n{asset('tree.css')}</style>{tree}<script>\n{asset('tree.js')}</script>"
 
 
 # A longer column of text would push figures out of sight.
@@ -449,19 +337,6 @@ class Listing:
             table.add_row(*(_line(visible(cell)) for cell in row), style=style)
         title = Text(visible(self.title), "bold")
         return Group(title, *([table] * bool(self.rows)), *(Text(visible(n)) for n in self.notes))
-
-    def html(self) -> str:
-        """Return title and table in HTML, for a notebook."""
-        lines = [[("th", name) for name in (*self.texts, *self.numbers)]]
-        lines += [[("td", cell) for cell in row] for row in self.rows]
-        cells = ["".join(map(_cell_html, line)) for line in lines]
-        table = "".join(f"<tr>{line}</tr>" for line in cells)
-        return f"<p>{text(self.title)}</p><table>{table}</table>"
-
-
-def _cell_html(cell: tuple[str, str]) -> str:
-    kind, value = cell
-    return f'<{kind} style="text-align: left">{text(value)}</{kind}>'
 
 
 class Listed:

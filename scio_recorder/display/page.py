@@ -1,4 +1,4 @@
-"""A self-contained page of HTML: its frame, the table of layers, the file."""
+"""Results in HTML, for notebooks and as pages of one file, made from the folder ``templates``."""
 
 from __future__ import annotations
 
@@ -6,61 +6,93 @@ import contextlib
 import math
 import os
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
-from string import Template
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from scio_recorder.display.outline import address_of, asset, call_text, hint, searched, text
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.filesize import decimal
+
+from scio_recorder.display.figure import (
+    RECTIFIERS,
+    Bars,
+    LayerSummary,
+    ValueStatistics,
+    kind_of,
+)
+from scio_recorder.display.outline import (
+    Outline,
+    call_text,
+    hint,
+    nodes,
+    table_lines,
+    visible,
+)
 from scio_recorder.errors import RecorderError, RecordingError
-from scio_recorder.layer import Layer
+from scio_recorder.layer import Layer, few
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+# Units that a warning names.
+_SHOWN = 5
 
 
-def page_html(
-    title: str,
-    facts: Sequence[tuple[str, str]],
-    warnings: Sequence[str],
-    sections: Mapping[str, Iterable[str]],
-) -> str:
-    """Return a page, to be written in UTF-8.
+@cache
+def asset(name: str) -> str:
+    """Return the text of a template, style sheet or script."""
+    return (files("scio_recorder.display") / "templates" / name).read_text(encoding="utf-8")
 
-    Parameters
-    ----------
-    title : str
-        Its heading.
-    facts : sequence of (str, str)
-        Names and values that describe the whole.
-    warnings : sequence of str
-        Warnings to show first, as HTML.
-    sections : mapping of str to iterable of str
-        The rest: pieces of HTML below headings of one word, which the contents name.
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FunctionLoader(asset),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        # What is HTML already comes from a template.
+        finalize=lambda value: value if hasattr(value, "__html__") else visible(str(value)),
+    )
+    filters = {"call": call_text, "count": "{:,}".format, "hint": hint, "nodes": nodes}
+    environment.filters |= filters | {"number": number_text, "path": bars_path, "placed": placed}
+    environment.globals["asset"] = lambda name: Markup(asset(name))
+    return environment
+
+
+def rendered(template: str, **data: Any) -> str:
+    """Return a template that is filled with data, all of which is escaped.
 
     Examples
     --------
-    >>> html = page_html("<empty>", [], [], {})
-    >>> "<h1>&lt;empty&gt;</h1>" in html, "://" in html
-    (True, False)
+    >>> class Shown:
+    ...     title, texts, numbers, rows = "<b>", ["a"], [], [["&"]]
+    >>> rendered("listing.html", shown=Shown)[:15]
+    '<p>&lt;b&gt;</p'
     """
-    links = (f'<li><a href="#h-{name.lower()}">{name}</a></li>' for name in sections)
-    named = (f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in facts)
-    bodies = [_section(name, "".join(pieces)) for name, pieces in sections.items()]
-    first = "".join(f"<li>{warning}</li>" for warning in warnings)
-    return Template(asset("page.html")).substitute(
-        title=text(title),
-        style=asset("page.css") + asset("tree.css"),
-        contents="".join(links),
-        facts="".join(named),
-        warnings=_section("Look at this first", f"<ul>{first}</ul>", "warning") if first else "",
-        sections="\n".join(bodies),
-        tree_script=asset("tree.js"),
-        page_script=asset("page.js"),
-    )
+    return _environment().get_template(template).render(data)
 
 
-def _section(name: str, body: str, kind: str = "") -> str:
-    key = kind or name.lower()
-    heading = f'<h2 id="h-{key}">{name}</h2>'
-    return f'<section id="{key}" class="{kind}" aria-labelledby="h-{key}">{heading}{body}</section>'
+class Outlined:
+    """An object that is shown as the rows of a net."""
+
+    def _outline(self) -> Outline:
+        """Return the outline to show."""
+        raise NotImplementedError
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines of a table that fits the console."""
+        yield from table_lines(self._outline(), console, options)
+
+    def _repr_html_(self) -> str:
+        """Return a tree that can be folded and searched."""
+        return rendered("notebook.html", outline=self._outline())
 
 
 class Column(NamedTuple):
@@ -75,92 +107,27 @@ class Column(NamedTuple):
     kind: str = ""
 
     @property
-    def heading(self) -> str:
-        """The heading in HTML, which says by its class whether rows are sorted by numbers."""
-        return _heading(self.name, "text" if self.values is None else self.kind or "number")
+    def style(self) -> str:
+        """The class of heading and cells; rows are sorted by numbers unless it is "text"."""
+        return "text" if self.values is None else self.kind or "number"
 
-    def cell(self, place: int) -> str:
-        """Return a cell in HTML; nothing and NaN come last in an order."""
-        shown, number = text(self.texts[place]), None if self.values is None else self.values[place]
-        if place in self.alarms:
-            shown = f'<span class="alarm">{shown}</span>'
-        if self.values is None:
-            return f'<td class="{self.kind}">{shown}</td>'
+    def key(self, place: int) -> str:
+        """Return the number by which a row is sorted; nothing and NaN come last in an order."""
+        number = None if self.values is None else self.values[place]
         # NaN has no place in an order: it sorts as missing.
-        key = "" if number is None or math.isnan(number) else repr(float(number))
-        key = key.replace("inf", "Infinity")
-        return f'<td class="{self.kind or "number"}" data-value="{key}">{shown}</td>'
+        known = "" if number is None or math.isnan(number) else repr(float(number))
+        return known.replace("inf", "Infinity")
 
 
-def table_html(
-    what: str, layers: Sequence[Layer], columns: Sequence[Column], urgent: Collection[str] = ()
-) -> Iterator[str]:
-    """Yield a table that can be sorted and searched.
+def placed(columns: Sequence[Column], urgent: Collection[str]) -> tuple[list[Column], list[Column]]:
+    """Return columns that come before the name of the layer, and the others.
 
-    Parameters
-    ----------
-    what : str
-        A description of the table for screen readers.
-    layers : sequence of Layer
-        The layers, in the order of rows at first.
-    columns : sequence of Column
-        The columns behind those that name the layer; those without any text are left out.
-    urgent : collection of str, optional
-        The columns that come before the name where they alarm, since a narrow screen shows only the
-        first ones.
-
-    Returns
-    -------
-    iterator of str
-        HTML.
+    Urgent ones come before it where they alarm, since a narrow screen shows only the first columns.
+    Columns without any text are left out.
     """
     shown = [column for column in columns if any(column.texts)]
-    yield (
-        '<div class="tools" hidden><input type="search" id="search" placeholder="Search layers" '
-        'aria-label="Search layers by label, name or type">'
-        '<output id="found" aria-live="polite"></output></div>'
-    )
-    # The arrow of the first heading would suggest an order of labels.
-    yield '<p class="quiet">Rows are in the order of execution: press a heading to sort them.</p>'
-    yield '<p class="quiet scrolls" aria-hidden="true">Scroll sideways for more columns &rarr;</p>'
-    # Focusable, so that it can be scrolled by keyboard.
-    yield f'<div class="table" tabindex="0" role="region" aria-label="{what}"><table><thead><tr>'
     first = [column for column in shown if column.alarms and column.name in urgent]
-    others = [column for column in shown if column not in first]
-    yield _heading("Layer", "place", "ascending") + "".join(one.heading for one in first)
-    yield _heading("Name", "text") + _heading("Type", "text")
-    yield "".join(one.heading for one in others) + "</tr></thead><tbody>\n"
-    for place, layer in enumerate(layers):
-        label = text(str(layer.label))
-        yield f'<tr id="layer-{label}" data-search="{searched(layer)}">'
-        yield f'<th scope="row" data-value="{place}">{label}</th>'
-        yield "".join(one.cell(place) for one in first) + _name_cells(layer)
-        yield "".join(one.cell(place) for one in others) + "</tr>\n"
-    yield "</tbody></table></div>"
-
-
-def _heading(name: str, kind: str, order: str = "none") -> str:
-    button = f'<button type="button">{name}</button>'
-    return f'<th scope="col" class="{kind}" aria-sort="{order}">{button}</th>'
-
-
-def _name_cells(layer: Layer) -> str:
-    name = f'<td class="name tail" title="{text(hint(layer))}">{name_html(layer.name, layer)}</td>'
-    return f"{name}<td><bdi>{text(layer.type_name)}</bdi></td>"
-
-
-def name_html(name: str, layer: Layer) -> str:
-    """Return a layer's name with the number of its call, for an element of class ``tail``.
-
-    Such an element shows the end of a long name, since names of a deep net begin alike.
-    """
-    return f'<span dir="ltr"><bdi>{text(name)}</bdi>{call_text(layer)}</span>'
-
-
-def link_html(layer: Layer) -> str:
-    """Return a link to the row of a layer."""
-    name = f"<bdi>{text(layer.name or layer.type_name)}</bdi>{call_text(layer)}"
-    return f'<a href="{address_of(layer)}">{text(str(layer.label))} {name}</a>'
+    return first, [column for column in shown if column not in first]
 
 
 def number_text(value: float | None) -> str:
@@ -172,6 +139,138 @@ def number_text(value: float | None) -> str:
     ['0', '1.235e+06', '-1.234e-05', 'inf', '']
     """
     return "" if value is None else f"{value:.4g}"
+
+
+def bars_path(bars: Bars) -> str:
+    """Return the outline of a histogram for SVG: a bin is 1 wide, and the tallest is 100 high.
+
+    Heights are square roots of counts, so that a peak at zero leaves the rest to be seen.
+
+    Examples
+    --------
+    >>> bars_path(Bars((4, 0, 16), 0.0, 3.0))
+    'M0 100V50h1V100h1V0h1V100z'
+    """
+    top = max(bars.counts, default=0) or 1
+    heights = [round(100 * (1 - math.sqrt(count / top)), 1) for count in bars.counts]
+    return f"M0 100{''.join(f'V{height:g}h1' for height in heights)}V100z"
+
+
+def recording_page(
+    title: str,
+    facts: Sequence[tuple[str, str]],
+    outline: Outline,
+    layers: Sequence[LayerSummary],
+    notes: Sequence[str] = (),
+) -> str:
+    """Return the page that shows a recording: statistics, histograms, the architecture.
+
+    Parameters
+    ----------
+    title : str
+        Its heading.
+    facts : sequence of (str, str)
+        Names and values that describe the run as a whole.
+    outline : Outline
+        The net.
+    layers : sequence of LayerSummary
+        The recorded layers in the order in which they are to be listed.
+    notes : sequence of str
+        Warnings about the recording as a whole.
+
+    Examples
+    --------
+    >>> html = recording_page("<empty>", [], Outline("no net", []), [])
+    >>> "<h1>&lt;empty&gt;</h1>" in html, "://" in html
+    (True, False)
+    """
+    worst_first = sorted(layers, key=lambda one: (not _faults(one), not _explosions(one)))
+    troubles = [(one.layer, said) for one in worst_first if (said := _troubles(one))]
+    same: dict[str, tuple[Bars, list[Layer]]] = {}
+    for one in layers:
+        if one.bars is not None:
+            # Layers that only hand on their input, as Identity and a container of one layer do.
+            key = repr((one.values, one.bars))
+            same.setdefault(key, (one.bars, []))[1].append(one.layer)
+    return rendered(
+        "recording.html",
+        title=title,
+        facts=facts,
+        notes=notes,
+        troubles=troubles,
+        layers=[one.layer for one in layers],
+        # Faults are shown only where there are any.
+        columns=[one for one in _columns(layers) if one.alarms or one.name not in ("NaN", "Inf")],
+        histograms=list(same.values()),
+        outline=outline,
+    )
+
+
+def _troubles(summary: LayerSummary) -> list[str]:
+    units, troubles = summary.units, [*_faults(summary), *_explosions(summary), *summary.warnings]
+    if units is not None and units.zero and kind_of(summary.layer) in RECTIFIERS:
+        which = "all" if units.zero == units.count else f"{units.zero:,} of"
+        troubles.append(f"{which} {units.count:,} units are dead: zero for all samples")
+    return troubles
+
+
+def _faults(summary: LayerSummary) -> list[str]:
+    """Return a sentence on the values that are not finite."""
+    values = summary.values
+    kinds = (("NaN", values.nans), ("infinite", values.infinities))
+    counts = " and ".join(f"{count:,} {kind}" for kind, count in kinds if count)
+    plural = "" if (values.nans or 0) + (values.infinities or 0) == 1 else "s"
+    return [f"{counts} value{plural}"] * bool(counts)
+
+
+def _explosions(summary: LayerSummary) -> list[str]:
+    """Return a sentence on the units that have values far beyond those of the others."""
+    units = summary.units
+    if units is None or not units.exploding:
+        return []
+    shown = few(units.exploding, _SHOWN)
+    which = f"unit {shown} explodes" if len(units.exploding) == 1 else f"units {shown} explode"
+    return [f"{which}: the largest value is {units.excess:,.0f} times that of the median unit"]
+
+
+def _columns(layers: Sequence[LayerSummary]) -> list[Column]:
+    values, units = [one.values for one in layers], [one.units for one in layers]
+    zeros = [one.zeros for one in values]
+    return [
+        _figures("Mean", values),
+        # The spread of a single value is rightly nan.
+        _figures("Std", values)._replace(alarms=()),
+        _figures("Min", values, "low"),
+        _figures("Max", values, "high"),
+        Column("Zeros", ["" if share is None else f"{share:.1%}" for share in zeros], zeros),
+        _counts("NaN", values, "nans"),
+        _counts("Inf", values, "infinities"),
+        _counts("Units", units, "count")._replace(alarms=()),
+        _counts("Dead", units),
+        _counts("Saturated", units),
+        Column("Kept", list(map(_kept, layers)), [one.num_bytes for one in layers], (), "kept"),
+    ]
+
+
+def _figures(name: str, values: Sequence[ValueStatistics], key: str = "") -> Column:
+    """Return a column of numbers that should be finite."""
+    numbers = [getattr(one, key or name.lower()) for one in values]
+    odd = {place for place, one in enumerate(numbers) if one and not math.isfinite(one)}
+    return Column(name, list(map(number_text, numbers)), numbers, odd)
+
+
+def _counts(name: str, of: Sequence[object], key: str = "") -> Column:
+    """Return a column of counts that should be zero, of what may be unknown."""
+    counts = [getattr(one, key or name.lower(), None) for one in of]
+    texts = ["" if count is None else f"{count:,}" for count in counts]
+    return Column(name, texts, counts, {place for place, count in enumerate(counts) if count})
+
+
+def _kept(summary: LayerSummary) -> str:
+    shape = "" if summary.shape is None else str(summary.shape)
+    size = "" if summary.num_bytes is None else decimal(summary.num_bytes)
+    parts = filter(None, (f"{summary.dtype} {shape}".strip(), size, summary.kept))
+    return "; ".join([", ".join(parts), *summary.notes])
 
 
 def check_page(path: object, title: object, error: type[RecorderError]) -> None:

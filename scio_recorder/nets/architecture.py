@@ -13,7 +13,8 @@ from typing import Any, Self
 
 from torch import nn
 
-from scio_recorder.display.outline import Outline, Outlined, nested, outline, visible
+from scio_recorder.display.outline import Outline, nested, outline, visible
+from scio_recorder.display.page import Outlined
 from scio_recorder.errors import LayerNotFoundError, RecordingError
 from scio_recorder.layer import (
     DepthIdx,

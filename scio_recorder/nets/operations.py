@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from scio_recorder.display.outline import Listed, Listing
+from scio_recorder.display.page import rendered
 from scio_recorder.layer import Operation, counted
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.tensors import private
@@ -132,4 +133,4 @@ class Operations(Listed, LayerMapping[Operation]):
         return str(self)
 
     def _repr_html_(self) -> str:
-        return self._listing().html()
+        return rendered("listing.html", shown=self._listing())

@@ -15,7 +15,8 @@ from torch import nn
 from scio_recorder.capture.around import CallWrapper
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import CopyPolicy, RecordOptions
-from scio_recorder.display.outline import Outline, Outlined, outline, printed, visible
+from scio_recorder.display.outline import Outline, outline, printed, visible
+from scio_recorder.display.page import Outlined
 from scio_recorder.errors import (
     LabellingError,
     MissingInputError,

@@ -11,9 +11,8 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from scio_recorder.display.figure import LayerSummary, draw_depth, draw_histograms
-from scio_recorder.display.outline import Listed, Listing, Outline, Outlined, num_recorded, outline
-from scio_recorder.display.page import check_page, write_page
-from scio_recorder.display.recording_page import recording_page
+from scio_recorder.display.outline import Listed, Listing, Outline, num_recorded, outline
+from scio_recorder.display.page import Outlined, check_page, recording_page, write_page
 from scio_recorder.errors import ArgumentError, needing
 from scio_recorder.layer import RowIdx, counted
 from scio_recorder.recording.made_with import in_words

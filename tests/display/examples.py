@@ -16,6 +16,7 @@ HOSTILE = [
     "משהו",
     "\u202egnp-exe",
     "[red]markup[/red]",
+    "{{ 7 * 7 }}{% raw %}{# no more",
     "línea\nnueva\x1b[31m",
     "\ud800",
 ]

@@ -21,8 +21,7 @@ from torch import nn
 from scio_recorder import Recorder, Recording, open_recording, reductions
 from scio_recorder.command_line import main
 from scio_recorder.display import figure
-from scio_recorder.display.outline import asset
-from scio_recorder.display.page import write_page
+from scio_recorder.display.page import asset, write_page
 from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.recording import statistics
 from scio_recorder.recording.statistics import RunningStatistics
@@ -352,7 +351,8 @@ def test_layers_of_the_same_values_share_a_histogram(tmp_path: Path) -> None:
     rnet.record("*")
     recording = rnet.collect([torch.randn(9, 3, 2)], progress=False)
     html = text(recording, tmp_path)
-    figures = [re.sub(r"<svg.*?</svg>", "", one) for one in re.findall("<figure.*?</figure>", html)]
+    drawn = re.findall(r"(?s)<figure.*?</figure>", html)
+    figures = [re.sub(r"<svg.*?</svg>", "", one) for one in drawn]
     labels = [re.findall(r'href="#layer-([\d-]+)"', one) for one in figures]
     # By the net: ReLU changes what Dropout hands on, and Tanh what Identity does.
     assert labels == [["1-1"], ["1-2", "1-3"], ["2-1", "1-4", "1-5", "0-1"]]
@@ -494,7 +494,7 @@ def test_an_infinity_is_no_explosion_and_faults_come_first(tmp_path: Path) -> No
 
 
 def test_definitions_have_the_numbers_that_are_used() -> None:
-    words = asset("recording-words.html")
+    words = asset("recording.html")
     assert f"more than {statistics.EXPLOSION_FACTOR:g} times" in words
     assert f"above {statistics.EXPLOSION_LEAST:g}. " in words
     assert (

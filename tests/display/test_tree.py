@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from scio_recorder.display.outline import asset
+from scio_recorder.display.page import asset
 from tests.display.examples import (
     HOSTILE,
     hostile_recording,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -16,21 +16,16 @@ from scio_recorder.display.outline import (
     Listed,
     Listing,
     Outline,
-    Outlined,
-    asset,
     full_name,
-    text,
-    tree_html,
     visible,
     with_operations,
 )
 from scio_recorder.display.page import (
     Column,
+    Outlined,
     check_page,
-    link_html,
     number_text,
-    page_html,
-    table_html,
+    rendered,
     write_page,
 )
 from scio_recorder.errors import ComparisonError, needing
@@ -519,25 +514,17 @@ def _page(found: Difference, title: str | None) -> str:
         ("Reference made with", in_words(found.made_with[0])),
         ("Candidate made with", in_words(found.made_with[1])),
     ]
-    compared = [found.architecture[label] for label in found]
-    sections = {
-        "Result": _result(found),
-        "Architecture": tree_html(replace(found._outline(), title=found.count), links=True),
-        "Layers": table_html("Differences of layers", compared, _columns(found), ["Differs"]),
-        "Definitions": [asset("difference-words.html")],
-    }
-    return page_html(
-        title or f"Comparison of {rows[0].type_name if rows else 'two runs'}", facts, [], sections
+    return rendered(
+        "difference.html",
+        title=title or f"Comparison of {rows[0].type_name if rows else 'two runs'}",
+        facts=facts,
+        sentence=found.sentence,
+        first=None if found.first is None else found.first.layer,
+        notes=found.notes,
+        outline=replace(found._outline(), title=found.count),
+        layers=[found.architecture[label] for label in found],
+        columns=_columns(found),
     )
-
-
-def _result(found: Difference) -> Iterator[str]:
-    said = f"<p><strong>{text(found.sentence)}</strong></p>"
-    if found.first is not None:
-        row = f"<p>Its row: {link_html(found.first.layer)}</p>"
-        said = f'<div class="warning">{said}{row}</div>'
-    yield said
-    yield from (f"<p>{text(note)}</p>" for note in found.notes)
 
 
 def _layer_text(layer: Layer) -> str:
