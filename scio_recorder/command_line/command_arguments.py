@@ -50,13 +50,13 @@ class _Parser(ArgumentParser):
 
 def _with_whole_shapes(words: Iterable[str]) -> list[str]:
     """Return words, of which ``--input-size 1 3 32 32`` has one for the shape."""
-    found: list[str] = []
+    whole: list[str] = []
     for word in words:
-        if word.isdecimal() and found[-2:-1] == ["--input-size"]:
-            found[-1] += f",{word}"
+        if word.isdecimal() and whole[-2:-1] == ["--input-size"]:
+            whole[-1] += f",{word}"
         else:
-            found.append(word)
-    return found
+            whole.append(word)
+    return whole
 
 
 def summary(command: ArgumentParser) -> None:
@@ -72,11 +72,11 @@ def summary(command: ArgumentParser) -> None:
 
 def _add_net(command: ArgumentParser) -> None:
     command.add_argument("net", metavar="MODULE:NAME", help="the net, such as mynets:build")
-    given = command.add_mutually_exclusive_group(required=True)
+    inputs = command.add_mutually_exclusive_group(required=True)
     what = "shape of an input, batch first, such as 1,3,32,32; once for each input"
-    given.add_argument("--input-size", type=size, action="append", metavar="N,C,...", help=what)
+    inputs.add_argument("--input-size", type=size, action="append", metavar="N,C,...", help=what)
     what = "the input itself: a tensor, a tuple, a dict of keywords, or a function that makes it"
-    given.add_argument("--input-data", metavar="MODULE:NAME", help=what)
+    inputs.add_argument("--input-data", metavar="MODULE:NAME", help=what)
     what = "dtype of the inputs of --input-size, such as int64; once for all or once for each"
     command.add_argument("--dtype", action="append", default=[], help=what)
     _add_flow(command)

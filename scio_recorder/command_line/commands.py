@@ -1,122 +1,54 @@
-"""The commands, as functions of their parsed arguments, and how they end."""
+"""The commands, as functions of their parsed arguments."""
 
 from __future__ import annotations
 
-import io
 import os
-import sys
 import tempfile
 import time
-import traceback
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.filesize import decimal
+from torch import nn
 
-from scio_recorder.command_line.command_objects import (
+from scio_recorder.analysis.comparing.compare import compare as compare_runs
+from scio_recorder.command_line.command_words import (
+    DIFFERENT,
     UsageError,
     dtype_of,
     load,
     made,
     net_of,
-    one_line,
+    print_line,
     recording_at,
     rows_of,
 )
-from scio_recorder.command_line.command_output import (
-    FAILED,
-    INTERRUPTED,
-    TERMINATED,
-    WIDTH,
-    WIDTH_OF_FIGURES,
-    WRONG_USE,
-    command_message,
-    command_warnings,
-    in_one_line,
-    layer_table,
-    print_line,
-)
-from scio_recorder.command_line.compare_command import compare
-from scio_recorder.display.outline import Listing
-from scio_recorder.display.progress import lines_every, progress_bar
-from scio_recorder.errors import CollectError, RecorderError, RecordingError
+from scio_recorder.display.outline import Listing, full_name
+from scio_recorder.display.progress import progress_bar
+from scio_recorder.errors import RecordingError
 from scio_recorder.layer import counted
+from scio_recorder.nets.records import Inputs
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import open_recording
-from scio_recorder.recording.collection import what_is_durable
+from scio_recorder.recording.feed import Feed
+from scio_recorder.recording.made_with import in_words
 from scio_recorder.recording.recording import opened
 from scio_recorder.stores.disk_format.description import is_url, medium_at
 from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.tensors.structures import map_tensors, tensors
 from scio_recorder.workers.parts import progress_of, terminable
 
-# Seconds between progress lines if there is no terminal.
-SECONDS = 10.0
-
-
-def run(parsed: Namespace) -> int:
-    """Run a command and return its exit status."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # If the lines of a table can't be encoded, its text should still be printed.
-        sys.stdout.reconfigure(errors="replace")
-    # As ``python -m`` does: what is named may lie there, and may import more from there.
-    sys.path.insert(0, os.getcwd())
-    try:
-        with lines_every(SECONDS), command_warnings():
-            status: int | None = _COMMANDS[parsed.command](parsed, Console())
-        sys.stdout.flush()
-        return status or 0
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
-        if parsed.traceback:
-            traceback.print_exc()
-        text, status = _outcome(parsed, error)
-    # Outside of the exception, which holds the net: an error while looking for the recording would
-    # hold both until the interpreter exits.
-    if parsed.command == "collect" and status != WRONG_USE:
-        durable = what_is_durable(parsed.out, parsed.parts)
-        text += f"; {command_message(durable)}" if durable else ""
-    print(f"scio-recorder: {text}", file=sys.stderr)
-    _drop_output()
-    return status
-
-
-def _outcome(parsed: Namespace, error: BaseException) -> tuple[str, int]:
-    """Return what is printed about an error, and the exit status."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", INTERRUPTED
-    if isinstance(error, SystemExit) and error.code == TERMINATED:
-        return "terminated", TERMINATED
-    # A caller that asks whether runs differ must not mistake a failure for an answer.
-    failed = WRONG_USE if parsed.command == "compare" else FAILED
-    if not isinstance(error, UsageError | RecorderError | OSError):
-        return f"error: {one_line(error)}", failed
-    notes = (note.removesuffix(".") for note in getattr(error, "__notes__", ()))
-    text = ". ".join([command_message(in_one_line(str(error))), *notes])
-    if parsed.command == "compare":
-        # Nets are labelled with the first batch.
-        text = text.replace("--input-data", "--data")
-    return f"error: {text}", failed if _is_failure(parsed, error) else WRONG_USE
-
-
-def _is_failure(parsed: Namespace, error: Exception) -> bool:
-    """Whether a command was right, and the loader, the net, the disk or its data were not."""
-    if isinstance(error, RecordingError):
-        # Without a fault of the system, the folder is another recording's.
-        return parsed.command != "collect" or isinstance(error.__cause__, OSError)
-    if isinstance(error, CollectError):
-        return error.__cause__ is not None
-    return not isinstance(error, UsageError | RecorderError)
-
-
-def _drop_output() -> None:
-    """Keep Python from trying again at exit to write output that could not be written."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+# The least columns of characters that tables are given, and those of figures.
+WIDTH, WIDTH_OF_FIGURES = 100, 120
+_FAULTS = ("nan", "inf")
+_FIGURES = ("bytes", "mean", "std", "min", "max", "zeros", *_FAULTS)
 
 
 def summary(parsed: Namespace, console: Console) -> None:
@@ -171,15 +103,16 @@ def collect(parsed: Namespace, console: Console) -> None:
 def status(parsed: Namespace, console: Console) -> None:
     """Show the progress of a recording that processes fill in parts."""
     with closing(medium_at(recording_at(parsed.path))) as medium:
-        found = progress_of(medium)
-    text, holders = f"{found.num_done:,} of {found.num_parts:,} parts are complete", found.holders
-    if found.num_done < found.num_parts:
+        progress = progress_of(medium)
+    text = f"{progress.num_done:,} of {progress.num_parts:,} parts are complete"
+    holders = progress.holders
+    if progress.num_done < progress.num_parts:
         text += f", {len(holders):,} are held"
     rows = []
-    for one in holders:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.since))
-        state = "gone, to be taken over" if one.is_gone else ""
-        rows.append([str(one.part), one.host, str(one.pid), since, state])
+    for holder in holders:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
+        state = "gone, to be taken over" if holder.is_gone else ""
+        rows.append([str(holder.part), holder.host, str(holder.pid), since, state])
     console.width = max(console.width, WIDTH)
     console.print(Listing(text, ("part", "held by", "process", "since", ""), (), rows))
 
@@ -188,7 +121,34 @@ def inspect(parsed: Namespace, console: Console) -> None:
     """Show what a recording on disk holds."""
     recording = open_recording(recording_at(parsed.path))
     console.width = max(console.width, WIDTH_OF_FIGURES)
-    console.print(layer_table(recording, _title(recording)))
+    console.print(_layer_table(recording, _title(recording)))
+
+
+def _layer_table(recording: Any, title: str) -> Listing:
+    """Return the table of a recording's layers, in the order of execution."""
+    rows = recording.layer_rows()
+    figures = [
+        name for name in _FIGURES if name not in _FAULTS or any(row.get(name) for row in rows)
+    ]
+    lines = []
+    for row in rows:
+        name = full_name(recording.architecture[row["label"]])
+        # Reduced layers have no samples to describe.
+        shape = str(list(row["shape"])) if "shape" in row else "reduced"
+        texts = [row["label"], name, row["type"], shape, row.get("dtype", "")]
+        lines.append([*texts, *(_figure(name, row.get(name)) for name in figures)])
+    made = in_words(recording.made_with)
+    notes = [f"Made with {made}."] * bool(made)
+    names = ("label", "name", "type", "shape", "dtype")
+    return Listing(title, names, figures, lines, notes=notes)
+
+
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if name == "bytes":
+        return decimal(int(value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
 def verify(parsed: Namespace, console: Console) -> None:
@@ -198,10 +158,10 @@ def verify(parsed: Namespace, console: Console) -> None:
         RunReader(recording_at(parsed.path)) as reader,
         progress_bar("verifying files", None) as advance,
     ):
-        for one in reader.verify():
-            reports.append(one)
-            advance(0, one.num_bytes)
-        damaged = [one.problem for one in reports if one.problem is not None]
+        for report in reader.verify():
+            reports.append(report)
+            advance(0, report.num_bytes)
+        damaged = [report.problem for report in reports if report.problem is not None]
         if damaged:
             raise RecordingError("; ".join(damaged))
         # Until shards are put together, each of them has the ids of all processes.
@@ -209,7 +169,7 @@ def verify(parsed: Namespace, console: Console) -> None:
         repeated = opened(reader, {}).sample_ids.repeated() if is_of_a_net else None
     if repeated is not None:
         raise RecordingError(f"every checksum is right, but two samples have the id {repeated!r}")
-    num_bytes = sum(one.num_bytes for one in reports)
+    num_bytes = sum(report.num_bytes for report in reports)
     state = "complete" if reader.complete else "interrupted: collect --resume goes on"
     text = f"{counted(len(reports), 'file')}, {decimal(num_bytes)}: all checksums match; {state}"
     print_line(console, text)
@@ -231,6 +191,108 @@ def _title(recording: Any) -> str:
     return f"{recording.path}: {counted(recording.num_samples, 'sample')}{rows}, {state}"
 
 
+def compare(parsed: Namespace, console: Console) -> int:
+    """Find the layers in which two runs differ, and the one that makes the difference."""
+    targets = [parsed.reference, parsed.candidate]
+    match = dict(_pair(text) for text in parsed.match)
+    rows = rows_of(parsed.rows)
+    _refuse_mixtures(parsed, targets)
+    inputs, batches = _first_inputs(parsed.data)
+    runs = [_run(target, parsed, inputs) for target in targets]
+    if parsed.layers is not None:
+        runs[0].record(*parsed.layers)
+    difference = compare_runs(
+        runs[0],
+        runs[1],
+        batches,
+        match or None,
+        parsed.rtol,
+        parsed.atol,
+        max_batches=parsed.max_batches,
+        to_inputs=_to_inputs_of(runs, inputs),
+        rows=rows,
+        operations=parsed.operations,
+    )
+    page = None if parsed.report is None else difference.report(parsed.report)
+    if console.is_terminal:
+        console.print(difference)
+    else:
+        print_line(console, str(difference))
+    if page is not None:
+        print_line(console, f"wrote {page}")
+    return 0 if difference.first is None else DIFFERENT
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, other = text.partition("=")
+    if not (name and equals and other):
+        raise UsageError(f"--match {text!r}: write it like 'layers.*=h.*'")
+    return name, other
+
+
+def _is_net(target: str) -> bool:
+    return ":" in target and not is_url(target) and not os.path.exists(target)
+
+
+def _refuse_mixtures(parsed: Namespace, targets: Sequence[str]) -> None:
+    nets = [target for target in targets if _is_net(target)]
+    if nets and parsed.data is None:
+        raise UsageError(f"{nets[0]} needs batches to run on: name them with --data MODULE:NAME")
+    if not nets and parsed.data is not None:
+        raise UsageError("--data is for nets, and these are recordings: leave it out")
+    if parsed.layers is not None and not _is_net(parsed.reference):
+        raise UsageError("--layers is for a reference that is a net: leave it out")
+
+
+def _first_inputs(target: str | None) -> tuple[Inputs | None, Any]:
+    """Return the nets' inputs for the first batch, and all batches including the first."""
+    if target is None:
+        return None, None
+    batches = made(target)
+    feed, iterator = Feed(batches), iter(batches)
+    first = next(iterator, None)
+    if first is None:
+        raise UsageError("--data gives no batches")
+    return feed.inputs(first), chain([first], iterator) if iterator is batches else batches
+
+
+def _run(target: str, parsed: Namespace, inputs: Inputs | None) -> Any:
+    """Return a recorder of a net, or a recording."""
+    if inputs is None or not _is_net(target):
+        return open_recording(recording_at(target, other="; a net is MODULE:NAME"))
+    net = net_of(target, is_eval=not parsed.train)
+    args, kwargs = _fitted(inputs, _dtype_of(net))
+    return Recorder(net, input_data=kwargs or args, force_static_flow=not parsed.allow_dynamic_flow)
+
+
+def _dtype_of(run: Any) -> torch.dtype | None:
+    """Return the dtype of the floating-point parameters of a net or a recorder, if it has any."""
+    parameters = run.parameters() if isinstance(run, nn.Module) else ()
+    return next((weight.dtype for weight in parameters if weight.is_floating_point()), None)
+
+
+def _fitted(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
+    """Return inputs whose floating-point tensors have a net's dtype."""
+    if dtype is None:
+        return inputs
+    fitted: Inputs = map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+    return fitted
+
+
+def _to_inputs_of(runs: Sequence[Any], inputs: Inputs | None) -> list[Callable[[Any], Any]] | None:
+    """Return a function of the batch for each run's inputs, if the dtypes differ."""
+    dtypes_of_inputs = {x.dtype for x in tensors(inputs) if x.is_floating_point()}
+    dtypes = [_dtype_of(run) for run in runs]
+    if not dtypes_of_inputs or dtypes_of_inputs >= {*dtypes} - {None}:
+        return None
+    feed = Feed([])
+
+    def inputs_in(dtype: torch.dtype | None, batch: Any) -> Any:
+        return tuple(_fitted(feed.inputs(batch), dtype))
+
+    return [partial(inputs_in, dtype) for dtype in dtypes]
+
+
 def demo(parsed: Namespace, console: Console) -> None:
     """Train a small net on handwritten digits and detect unknown ones."""
     from scio_recorder.command_line.demo import run_demo
@@ -239,6 +301,7 @@ def demo(parsed: Namespace, console: Console) -> None:
     run_demo(console, seed=parsed.seed, epochs=parsed.epochs, folder=folder)
 
 
-_COMMANDS = {
-    one.__name__: one for one in (summary, collect, status, inspect, verify, report, compare, demo)
+COMMANDS = {
+    command.__name__: command
+    for command in (summary, collect, status, inspect, verify, report, compare, demo)
 }

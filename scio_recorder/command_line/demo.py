@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from scio_recorder.analysis.scores import mahalanobis
-from scio_recorder.command_line.command_output import print_line
+from scio_recorder.command_line.command_words import print_line
 from scio_recorder.display.outline import Listing
 from scio_recorder.errors import needing
 from scio_recorder.recorder.recorder import Recorder

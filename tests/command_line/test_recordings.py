@@ -381,7 +381,7 @@ def fail(*arguments):
 
 
 def test_a_pipe_gets_lines_about_long_work(capsys, monkeypatch):
-    monkeypatch.setattr("scio_recorder.command_line.commands.SECONDS", 0.0)
+    monkeypatch.setattr("scio_recorder.command_line.command_words.SECONDS", 0.0)
     assert main(with_data("loader")) == 0
     assert "collecting batches 4/" in capsys.readouterr().err
     for command in ("inspect", "report"):

@@ -15,7 +15,7 @@ import pytest
 import scio_recorder
 from scio_recorder import Recorder
 from scio_recorder.command_line import main
-from scio_recorder.command_line.command_output import command_message, command_warnings
+from scio_recorder.command_line.command_words import command_message, command_warnings
 
 PACKAGE = Path(scio_recorder.__file__).parent
 
