@@ -33,7 +33,7 @@ UPPER_STOREY = (
     "command_line",
     "__init__",
     "integrations",
-    "analysis events recompute workers",
+    "analysis events recompute testing workers",
 )
 CORE = (
     "recorder",
@@ -100,6 +100,7 @@ PUBLIC = (
     "scio_recorder.postprocessors",
     "scio_recorder.reductions",
     "scio_recorder.stores",
+    "scio_recorder.testing",
 )
 
 MAX_FUNCTION_LINES = 40
@@ -385,7 +386,8 @@ def documented_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     yield name, value
     if inspect.isclass(value):
         for attribute, member in vars(value).items():
-            if not attribute.startswith("_") and (
+            # Tests are called by pytest.
+            if not attribute.startswith(("_", "test_")) and (
                 inspect.isfunction(member) or isinstance(member, property | classmethod)
             ):
                 yield f"{name}.{attribute}", member

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from scio_recorder.reductions import Covariance
-from tests.reductions.test_interface import DATA, LABELS, Make, every, plain_and_by_class
+from tests.reductions.test_interface import DATA, LABELS, by, every
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,8 +30,8 @@ def assert_near(result: object, expected: object, device: str) -> None:
 
 
 @every
-@plain_and_by_class
-def test_on_the_device_and_from_one_to_another(make: Make, options: dict[str, object]) -> None:
+@pytest.mark.parametrize("options", [{}, {"by": by}], ids=["all", "by class"])
+def test_on_the_device_and_from_one_to_another(make: Any, options: dict[str, Any]) -> None:
     on_cpu, on_gpu, moving = make(**options), make(**options), make(**options)
     if "Fold" in repr(on_cpu):
         pytest.skip("where an accumulator lies is for the user's function to say")

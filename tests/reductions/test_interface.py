@@ -1,44 +1,237 @@
-"""What every reduction does alike: state, resets, merging, refusals, no references."""
+"""Every reduction by the shipped tests, beside results in float64; and what all refuse alike."""
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+import xxhash
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from scio_recorder import reductions
 from scio_recorder.errors import CollectError, RecorderError
 from scio_recorder.reductions import (
     Alive,
+    AliveResult,
     Covariance,
+    CovarianceResult,
     Digest,
     Fold,
     Histogram,
+    HistogramResult,
     Last,
     Max,
     Mean,
     Min,
     Moments,
+    MomentsResult,
     Quantiles,
+    Reduction,
 )
+from scio_recorder.testing import ReductionTests
+from scio_recorder.testing.undisturbed import assert_same
 from tests.reductions.parts import offset_normal
+
+
+def floats_for(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in (torch.float64, torch.int64) else torch.float32
+
+
+def by(batch: Any) -> Any:
+    return batch
+
+
+class OurReductionTests(ReductionTests):
+    kind: Callable[..., Reduction]
+    arguments: tuple[Any, ...] = ()
+
+    def make(self, **options: Any) -> Reduction:
+        return self.kind(*self.arguments, **options)
+
+    def others(self) -> list[Reduction]:
+        return [*super().others(), Histogram(6), Covariance(2), Quantiles(0.5, 2)]
+
+    def test_a_recipe_makes_what_reads_the_state(self) -> None:
+        for options in self._options():
+            reduction = self._reduced(**options)
+            recipe = json.loads(json.dumps(reduction.recipe))
+            restored = getattr(reductions, recipe.pop("kind")).from_recipe(**recipe)
+            restored.load_state_dict(reduction.state_dict())
+            assert_same(restored.compute(), reduction.compute())
+
+    def test_nothing_seen(self) -> None:
+        for options in self._options():
+            reduction, restored = self.make(**options), self._reduced(**options)
+            restored.load_state_dict(reduction.state_dict())
+            other = self.make(**options)
+            reduction.merge(other)
+            other.update(self.samples()[:0], {"labels": []})
+            for each in (reduction, restored, other):
+                with pytest.raises(RecorderError, match=r"no samples yet; call update"):
+                    each.compute()
+
+
+class TestMin(OurReductionTests):
+    kind, tolerance = Min, 0.0
+
+    def expected(self, samples: Tensor) -> Any:
+        return samples.amin(0)
+
+
+class TestMax(OurReductionTests):
+    kind, tolerance = Max, 0.0
+
+    def expected(self, samples: Tensor) -> Any:
+        return samples.amax(0)
+
+
+class TestMean(OurReductionTests):
+    kind = Mean
+    dtypes = (*OurReductionTests.dtypes, torch.complex64)
+
+    def expected(self, samples: Tensor) -> Any:
+        if samples.is_complex():
+            return samples.to(torch.complex128).mean(0).to(samples.dtype)
+        return samples.double().mean(0).to(floats_for(samples.dtype))
+
+
+class TestMoments(OurReductionTests):
+    kind = Moments
+
+    def expected(self, samples: Tensor) -> Any:
+        variance, mean = torch.var_mean(samples.double(), 0)
+        dtype = floats_for(samples.dtype)
+        return MomentsResult(len(samples), mean.to(dtype), variance.to(dtype))
+
+
+class TestAlive(OurReductionTests):
+    kind, tolerance = Alive, 0.0
+
+    def expected(self, samples: Tensor) -> Any:
+        return self.of_units(samples.flatten(1), None)
+
+    def of_units(self, values: Tensor, at_bound: Tensor | None) -> AliveResult:
+        numbers, dtype = values.double(), floats_for(values.dtype)
+        return AliveResult(
+            len(values),
+            (numbers > 0).double().mean(0),
+            (numbers == numbers[0]).all(0) & torch.tensor(len(values) > 1),
+            at_bound,
+            numbers.abs().amax(0).to(dtype),
+        )
+
+
+class TestAliveOfChannels(TestAlive):
+    arguments = (1, (0.0, 8.0))
+
+    def expected(self, samples: Tensor) -> Any:
+        values = samples.movedim(1, -1).reshape(-1, samples.shape[1])
+        at_bound = (values.double() <= 0.08) | (values.double() >= 7.92)
+        return self.of_units(values, at_bound.double().mean(0))
+
+
+class TestCovariance(OurReductionTests):
+    kind, tolerance = Covariance, 1e-5
+
+    def rows(self, samples: Tensor) -> Tensor:
+        return samples.double().flatten(1)
+
+    def expected(self, samples: Tensor) -> Any:
+        rows, dtype = self.rows(samples), floats_for(samples.dtype)
+        return CovarianceResult(len(rows), rows.mean(0).to(dtype), rows.T.cov().to(dtype))
+
+    def expected_by_class(self, samples: Tensor, labels: list[str]) -> Any:
+        """Pooled within classes: divided by all rows less the number of classes."""
+        each = super().expected_by_class(samples, labels)
+        counts = {label: result.count for label, result in each.items()}
+        scatter = sum(result.covariance * (result.count - 1) for result in each.values())
+        pooled = scatter / (sum(counts.values()) - len(counts))
+        return CovarianceResult(counts, {label: one.mean for label, one in each.items()}, pooled)
+
+
+class TestCovarianceOfChannels(TestCovariance):
+    arguments = (1,)
+
+    def rows(self, samples: Tensor) -> Tensor:
+        return samples.double().movedim(1, -1).flatten(0, 1)
+
+
+class TestHistogramInARange(OurReductionTests):
+    kind, tolerance = Histogram, 0.0
+    # Integers lie on these edges, where rounding would show.
+    arguments = (6, (0.0, 6.0))
+
+    def expected(self, samples: Tensor) -> Any:
+        return self.histogram(samples, 0.0, 6.0)
+
+    def histogram(self, samples: Tensor, low: float, high: float) -> HistogramResult:
+        values = samples.double().numpy()
+        counts, edges = np.histogram(values, self.arguments[0], range=(low, high))
+        below, above = int((values < low).sum()), int((values > high).sum())
+        return HistogramResult(torch.tensor(counts), torch.tensor(edges), below, above)
+
+
+class TestHistogram(TestHistogramInARange):
+    arguments = (5,)
+    # The range is that of the first batch.
+    can_merge = False
+
+    def samples(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        samples = super().samples(dtype)
+        samples[0, 0] = torch.stack([samples.amin(), samples.amax()])
+        return samples
+
+    def expected(self, samples: Tensor) -> Any:
+        return self.histogram(samples, float(samples[0].amin()), float(samples[0].amax()))
+
+    def expected_by_class(self, samples: Tensor, labels: list[str]) -> Any:
+        first, rest = samples[:1], samples
+        bounds = float(first.amin()), float(first.amax())
+        return {
+            label: self.histogram(rest[torch.tensor([one == label for one in labels])], *bounds)
+            for label in sorted(set(labels))
+        }
+
+
+class TestQuantiles(OurReductionTests):
+    kind, arguments = Quantiles, ([0.1, 0.6],)
+
+    def expected(self, samples: Tensor) -> Any:
+        q = torch.tensor([0.1, 0.6], dtype=torch.float64)
+        return samples.double().quantile(q).to(floats_for(samples.dtype))
+
+
+class TestQuantilesOfChannels(TestQuantiles):
+    arguments = ([0.1, 0.6], 1)
+
+    def expected(self, samples: Tensor) -> Any:
+        q = torch.tensor([0.1, 0.6], dtype=torch.float64)
+        values = samples.double().movedim(1, -1).flatten(0, 1)
+        return values.quantile(q, dim=0).to(floats_for(samples.dtype))
+
+
+class TestDigest(OurReductionTests):
+    kind, is_ordered = Digest, True
+
+    def expected(self, samples: Tensor) -> Any:
+        seed = xxhash.xxh3_64_intdigest(f"{samples.dtype}{list(samples.shape[1:])}".encode())
+        rows = [bytes(row.contiguous().view(-1).view(torch.uint8).tolist()) for row in samples]
+        digests = [xxhash.xxh3_64_intdigest(row, seed) for row in rows]
+        return torch.tensor([one - 2**64 if one >= 2**63 else one for one in digests])
 
 
 def total(accumulator: Any, activation: Tensor) -> Any:
     """Accumulate in one of every kind of container that can be stored."""
     if accumulator is None:
-        accumulator = {"sum": (activation.sum(0),), 2: [0, None, "rows"]}
+        accumulator = {"sum": (activation.double().sum(0),), 2: [0, None, "rows"]}
     else:
-        accumulator["sum"] = (accumulator["sum"][0] + activation.sum(0),)
+        accumulator["sum"] = (accumulator["sum"][0] + activation.double().sum(0),)
     accumulator[2][0] += len(activation)
     return accumulator
 
@@ -47,234 +240,53 @@ def join(one: Any, two: Any) -> Any:
     return {"sum": (one["sum"][0] + two["sum"][0],), 2: [one[2][0] + two[2][0], None, "rows"]}
 
 
-def masked(tensor: Tensor) -> Tensor:
-    with warnings.catch_warnings(action="ignore"):
-        return torch.masked.masked_tensor(tensor, tensor > 0)
+class TestFold(OurReductionTests):
+    arguments = (total, join)
+    # The accumulator may be anything, and is given to the user's function.
+    kind, checks_states = Fold, False
+
+    def expected(self, samples: Tensor) -> Any:
+        return {"sum": (samples.double().sum(0),), 2: [len(samples), None, "rows"]}
 
 
-def by(batch: Any) -> Any:
-    return batch
+class TestLast(OurReductionTests):
+    kind, checks_states = Last, False
+    # What the last batch is depends on where data is cut: see the tests of classes.
+    test_merging_in_any_order = test_merging_class_by_class = test_collected_and_resumed = None
+
+    def expected(self, samples: Tensor) -> Any:
+        return samples
 
 
-Make = Callable[..., Any]
-MAKES: dict[str, Make] = {
-    "Alive": Alive,
-    "Alive of channels": lambda **options: Alive(1, (9999.0, 10001.0), **options),
-    "Min": Min,
-    "Max": Max,
-    "Mean": Mean,
-    "Last": Last,
-    "Digest": Digest,
-    "Moments": Moments,
-    "Covariance": Covariance,
-    "Covariance of channels": lambda **options: Covariance(1, **options),
-    "Histogram": lambda **options: Histogram(5, **options),
-    "Histogram in a range": lambda **options: Histogram(5, range=(9999.0, 10001.0), **options),
-    "Quantiles": lambda **options: Quantiles([0.1, 0.6], **options),
-    "Quantiles of channels": lambda **options: Quantiles([0.1, 0.6], 1, **options),
-    "Fold": lambda **options: Fold(total, merge=join, **options),
-}
+TESTS = OurReductionTests.__subclasses__()
+TESTS += [kind for parent in TESTS for kind in parent.__subclasses__()]
+MAKES: dict[str, Callable[..., Any]] = {kind.__name__[4:]: kind().make for kind in TESTS}
 DATA = offset_normal(12, 3, 2)
 LABELS = ["a", "b", "a", "a", "b", "c"] * 2
 
 every = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-plain_and_by_class = pytest.mark.parametrize("options", [{}, {"by": by}], ids=["all", "by class"])
 
 
-def reduced(make: Make, options: dict[str, Any], parts: int = 2) -> Any:
-    reduction = make(**options)
-    size = len(DATA) // parts
-    for start in range(0, len(DATA), size):
-        reduction.update(DATA[start : start + size], LABELS[start : start + size])
-    return reduction
-
-
-def assert_same(one: Any, two: Any) -> None:
-    """Compare results bit for bit, and their structure."""
-    leaves, structure = pytree.tree_flatten(one)
-    others, other_structure = pytree.tree_flatten(two)
-    assert structure == other_structure
-    for leaf, other in zip(leaves, others, strict=True):
-        assert torch.equal(leaf, other) if isinstance(leaf, Tensor) else leaf == other
-
-
-def test_comparison_notices_a_difference() -> None:
-    with pytest.raises(AssertionError):
-        assert_same({"a": torch.ones(2)}, {"a": torch.tensor([1.0, 2.0])})
-
-
-def write(state: dict[str, Any], folder: Path) -> None:
-    """Store a state as a program without pickle would: tensors aside, the rest as JSON."""
-    tensors: dict[str, Tensor] = {}
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors[str(len(tensors))] = value
-            return {"tensor": str(len(tensors) - 1)}
-        if type(value) is dict:
-            assert all(type(key) is str for key in value)
-            return {key: replace(item) for key, item in value.items()}
-        if type(value) is list:
-            return [replace(item) for item in value]
-        assert type(value) in (int, float, bool, str), value
-        return value
-
-    (folder / "state.json").write_text(json.dumps(replace(state)))
-    save_file(tensors, folder / "state.safetensors")
-
-
-def read(folder: Path) -> Any:
-    tensors = load_file(folder / "state.safetensors")
-
-    def restore(value: dict[str, Any]) -> Any:
-        return tensors[value["tensor"]] if list(value) == ["tensor"] else value
-
-    return json.loads((folder / "state.json").read_text(), object_hook=restore)
+def test_every_reduction_is_tested() -> None:
+    kinds = {type(make()).__name__ for make in MAKES.values()}
+    no_reductions = {"Reduction", "PrincipalSpace"}
+    assert kinds == {name for name in reductions.__all__ if "Result" not in name} - no_reductions
 
 
 @every
-@plain_and_by_class
-def test_state_survives_a_file_and_goes_on(make: Make, options: Any, tmp_path: Path) -> None:
-    reduction = reduced(make, options)
-    write(reduction.state_dict(), tmp_path)
-    restored = make(**options)
-    restored.update(torch.zeros(1, 7, 7), ["z"])  # must leave no trace
-    restored.load_state_dict(read(tmp_path))
-    assert_same(restored.compute(), reduction.compute())
-    for each in (reduction, restored):
-        each.update(DATA[:5], LABELS[:5])
-    assert_same(restored.compute(), reduction.compute())
+def test_merging_with_itself_counts_everything_twice(make: Any) -> None:
+    for options in ({}, {"by": by}):
+        reduction, twice, other = make(**options), make(**options), make(**options)
+        for each in (reduction, twice, other):
+            each.update(DATA, LABELS)
+        twice.merge(other)
+        reduction.merge(reduction)
+        assert_same(reduction.compute(), twice.compute())
 
 
-@every
-@plain_and_by_class
-def test_a_recipe_makes_what_reads_the_state(make: Make, options: Any) -> None:
-    reduction = reduced(make, options)
-    recipe = json.loads(json.dumps(reduction.recipe))
-    restored = getattr(reductions, recipe.pop("kind")).from_recipe(**recipe)
-    restored.load_state_dict(reduction.state_dict())
-    assert_same(restored.compute(), reduction.compute())
-
-
-@every
-@plain_and_by_class
-def test_a_state_of_nothing(make: Make, options: Any, tmp_path: Path) -> None:
-    write(make(**options).state_dict(), tmp_path)
-    restored = reduced(make, options)
-    restored.load_state_dict(read(tmp_path))
-    with pytest.raises(CollectError, match="no samples"):
-        restored.compute()
-
-
-@every
-@plain_and_by_class
-def test_a_state_is_a_snapshot(make: Make, options: Any) -> None:
-    reduction = reduced(make, options)
-    before = reduction.compute()
-    state = reduction.state_dict()
-    reduction.update(DATA + 5, LABELS)
-    restored = make(**options)
-    restored.load_state_dict(state)
-    assert_same(restored.compute(), before)
-    pytree.tree_map_only(Tensor, torch.Tensor.zero_, state)
-    assert_same(restored.compute(), before)
-
-
-@every
-def test_a_state_of_another_construction(make: Make) -> None:
-    state = reduced(make, {}).state_dict()
-    for other in (make(by=by), Histogram(6), Covariance(2), Quantiles(0.5, 2)):
-        with pytest.raises(CollectError, match="can't be loaded"):
-            other.load_state_dict(state)
-
-
-@every
-@plain_and_by_class
-def test_nothing_seen(make: Make, options: Any) -> None:
-    reduction = make(**options)
-    with pytest.raises(RecorderError, match=r"no samples yet; call update"):
-        reduction.compute()
-    reduction.update(DATA[:0], [])
-    with pytest.raises(RecorderError, match=r"no samples yet"):
-        reduction.compute()
-    reduction.merge(make(**options))
-    with pytest.raises(RecorderError, match=r"no samples yet"):
-        reduction.compute()
-
-
-@every
-@plain_and_by_class
-def test_empty_batches_change_nothing(make: Make, options: Any) -> None:
-    reduction = reduced(make, options)
-    before = reduction.compute()
-    reduction.update(DATA[:0], [])
-    assert_same(reduction.compute(), before)
-
-
-@every
-@plain_and_by_class
-def test_reset_and_fresh(make: Make, options: Any) -> None:
-    reduction = reduced(make, options)
-    first = reduction.compute()
-    fresh = reduction.fresh()
-    for each in (fresh, reduction):
-        each.reset()
-        with pytest.raises(CollectError, match="no samples"):
-            each.compute()
-        for start in (0, 6):
-            each.update(DATA[start : start + 6], LABELS[start : start + 6])
-        assert_same(each.compute(), first)
-
-
-@every
-@plain_and_by_class
-def test_nothing_given_is_referenced_or_changed(make: Make, options: Any) -> None:
-    reduction = make(**options)
-    given = DATA.clone()
-    reduction.update(given, LABELS)
-    assert torch.equal(given, DATA)
-    expected = copy.deepcopy(reduction.compute())
-    given.zero_()
-    assert_same(reduction.compute(), expected)
-    pytree.tree_map_only(Tensor, torch.Tensor.zero_, reduction.compute())
-    assert_same(reduction.compute(), expected)
-
-
-@every
-@plain_and_by_class
-def test_merging_leaves_the_other_as_it_was(make: Make, options: Any) -> None:
-    for ours in (make(**options), reduced(make, options)):
-        other = reduced(make, options)
-        before = other.compute()
-        ours.merge(other)
-        ours.update(DATA - 1, LABELS)
-        assert_same(other.compute(), before)
-
-
-@every
-@plain_and_by_class
-def test_merging_with_itself_counts_everything_twice(make: Make, options: Any) -> None:
-    reduction, twice = reduced(make, options), reduced(make, options)
-    twice.merge(reduced(make, options))
-    reduction.merge(reduction)
-    assert_same(reduction.compute(), twice.compute())
-
-
-@every
-def test_gradients_and_modes_of_the_caller(make: Make) -> None:
-    expected = reduced(make, {}).compute()
-    reduction = make()
-    with torch.inference_mode():
-        reduction.update(DATA[:6] + 0)
-    reduction.update(DATA[6:].clone().requires_grad_() + 0)
-    with torch.inference_mode():
-        result = reduction.compute()
-        reduction.state_dict()
-    assert_same(result, expected)
-    for leaf in pytree.tree_leaves(result):
-        if isinstance(leaf, Tensor):
-            assert not leaf.is_inference()
-            assert not leaf.requires_grad
+def masked(tensor: Tensor) -> Tensor:
+    with warnings.catch_warnings(action="ignore"):
+        return torch.masked.masked_tensor(tensor, tensor > 0)
 
 
 @every
@@ -288,32 +300,25 @@ def test_gradients_and_modes_of_the_caller(make: Make) -> None:
     ],
     ids=["no dimension", "tuple", "sparse", "masked"],
 )
-def test_what_is_no_batch_of_samples(make: Make, activation: Any, parts: list[str]) -> None:
+def test_what_is_no_batch_of_samples(make: Any, activation: Any, parts: list[str]) -> None:
     with pytest.raises(CollectError) as caught:
         make().update(activation)
     assert all(part in str(caught.value) for part in parts)
 
 
 @every
-def test_complex_values(make: Make) -> None:
-    data = torch.randn(12, 3, 2, dtype=torch.complex64)
+def test_complex_values(make: Any) -> None:
     reduction = make()
-    if isinstance(reduction, Mean):
-        reduction.update(data)
-        exact = data.to(torch.complex128).mean(0).to(torch.complex64)
-        torch.testing.assert_close(reduction.compute(), exact, rtol=1e-6, atol=1e-7)
-    elif isinstance(reduction, Last | Fold | Digest):
-        reduction.update(data)
+    data = torch.randn(12, 3, 2, dtype=torch.complex64)
+    if isinstance(reduction, Mean | Last | Fold | Digest):
+        reduction.update(data.real if isinstance(reduction, Fold) else data)
     else:
         with pytest.raises(CollectError, match="complex"):
             reduction.update(data)
 
 
-SHAPED = [Min, Max, Mean, Moments, Covariance]
-
-
-@pytest.mark.parametrize("make", SHAPED)
-def test_samples_of_another_shape(make: Make) -> None:
+@pytest.mark.parametrize("make", [Min, Max, Mean, Moments, Covariance])
+def test_samples_of_another_shape(make: Any) -> None:
     reduction = make()
     reduction.update(DATA)
     before = reduction.compute()
@@ -327,15 +332,20 @@ def test_samples_of_another_shape(make: Make) -> None:
     assert_same(reduction.compute(), before)
 
 
-@pytest.mark.parametrize("make", [Alive, Covariance, lambda dim: Quantiles([0.5], dim)])
+of_features = pytest.mark.parametrize(
+    "make", [Alive, Covariance, lambda dim: Quantiles([0.5], dim)]
+)
+
+
+@of_features
 @pytest.mark.parametrize("dim", [0, 3, -3, -4, 1.5, "x"])
-def test_impossible_feature_dim(make: Make, dim: Any) -> None:
+def test_impossible_feature_dim(make: Any, dim: Any) -> None:
     with pytest.raises(CollectError, match=rf"feature_dim={dim}.*\(12, 3, 2\)"):
         make(dim).update(DATA)
 
 
-@pytest.mark.parametrize("make", [Alive, Covariance, lambda dim: Quantiles([0.5], dim)])
-def test_samples_without_positions_are_none(make: Make) -> None:
+@of_features
+def test_samples_without_positions_are_none(make: Any) -> None:
     reduction, other = make(1), make(1)
     reduction.update(torch.ones(3, 3, 0))
     with pytest.raises(CollectError, match="no samples yet"):
@@ -343,18 +353,20 @@ def test_samples_without_positions_are_none(make: Make) -> None:
     for each in (reduction, other):
         each.update(DATA)
     assert_same(reduction.compute(), other.compute())
+    with pytest.raises(CollectError, match=r"\(4,\).*\(3,\)"):
+        reduction.update(torch.ones(2, 4, 2))
 
 
 @pytest.mark.parametrize("make", [Covariance, lambda dim: Quantiles([0.5], dim)])
 @pytest.mark.parametrize(("dim", "shape"), [(None, (3, 0)), (None, (3, 4, 0)), (1, (3, 0, 4))])
-def test_samples_without_values(make: Make, dim: int | None, shape: tuple[int, ...]) -> None:
+def test_samples_without_values(make: Any, dim: int | None, shape: tuple[int, ...]) -> None:
     with pytest.raises(CollectError, match="hold no values: leave the layer out"):
         make(dim).update(torch.ones(shape))
 
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_sign_that_is_not_applied_yet(make: Make, dtype: torch.dtype) -> None:
+def test_a_sign_that_is_not_applied_yet(make: Any, dtype: torch.dtype) -> None:
     data = DATA.to(dtype)
     later, now = make(), make()
     later.update(torch._neg_view(data))
@@ -362,24 +374,16 @@ def test_a_sign_that_is_not_applied_yet(make: Make, dtype: torch.dtype) -> None:
     assert_same(later.compute(), now.compute())
 
 
-@pytest.mark.parametrize("make", [Alive, Covariance, lambda dim: Quantiles([0.5], dim)])
-def test_another_number_of_features(make: Make) -> None:
-    reduction = make(1)
-    reduction.update(DATA)
-    with pytest.raises(CollectError, match=r"\(4,\).*\(3,\)"):
-        reduction.update(torch.ones(2, 4, 2))
-
-
-@every
-def test_merging_what_was_constructed_differently(make: Make) -> None:
-    for other in (make(by=by), Histogram(6), Covariance(2)):
-        with pytest.raises(CollectError, match="construct both with the same arguments"):
-            make().merge(other)
+def test_what_was_constructed_differently() -> None:
+    with pytest.raises(CollectError, match="construct both with the same arguments"):
+        Mean().merge(Mean(by=by))
+    with pytest.raises(CollectError, match="can't be loaded into Mean"):
+        Mean().load_state_dict(Moments().state_dict())
 
 
 @pytest.mark.parametrize("make", [Min, Max, Mean, Moments])
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
-def test_nan_and_infinity_as_in_torch(make: Make, odd: float) -> None:
+def test_nan_and_infinity_as_in_torch(make: Any, odd: float) -> None:
     data = torch.randn(9, 4)
     data[4, 1] = odd
     one, two = make(), make()

@@ -18,75 +18,61 @@ from torch import nn
 
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores import Device, Disk, Host, Store, StoreWriter
-from scio_recorder.stores.buffers import Column, HostBuffer, wait_for
+from scio_recorder.stores import Device, Disk, Host
+from scio_recorder.stores.buffers import Column, HostBuffer
+from scio_recorder.testing import StoreTests
 from tests.recording.nets import assert_same, batches, expected, recorder
-from tests.stores.store_tests import StoreTests
 
 
-class TestHost(StoreTests):
+def inferred(x):
+    with torch.inference_mode():
+        return x + 1
+
+
+class OurStoreTests(StoreTests):
+    # What ``recording.store`` says.
+    kind = "host"
+    forms = StoreTests.forms | {
+        "inference": inferred,
+        "lazily negated without gaps": torch._neg_view,
+        "lazily zero": lambda x: torch._efficientzerotensor(x.shape),
+        "lazily copied": torch._lazy_clone,
+    }
+
+    def test_operations_and_the_kind_of_the_store(self, tmp_path):
+        rnet, data = recorder(), batches(4, 4, 2)
+        recording = rnet.collect(data, store=self.make_store(tmp_path))
+        assert_same(recording, expected(rnet, data))
+        assert recording.store == self.kind
+
+
+class TestHost(OurStoreTests):
     def make_store(self, path):
         return Host(pin_memory=False)
 
 
-class TestDevice(StoreTests):
+class TestDevice(OurStoreTests):
     def make_store(self, path):
         return Device()
 
 
-class TestAuto(StoreTests):
+class TestAuto(OurStoreTests):
     def make_store(self, path):
         return "auto"
 
 
-class TestDisk(StoreTests):
+class TestDisk(OurStoreTests):
     kind = "disk"
 
     def make_store(self, path):
         return f"disk:{path}/run"
 
 
-class TestSmallChunks(StoreTests):
+class TestSmallChunks(OurStoreTests):
     kind = "disk"
 
     def make_store(self, path):
         return Disk(path / "run", chunk_bytes=200)
-
-
-class Shelves(Store):
-    """Somebody's own store, which keeps each batch by itself."""
-
-    def open(self, job):
-        return ShelfWriter(job)
-
-
-class ShelfWriter(StoreWriter):
-    def __init__(self, job):
-        super().__init__()
-        self.job, self.shelves = job, []
-
-    def column(self, key, spec, first):
-        self.columns[key] = Column(spec, HostBuffer(), len(first))
-        self.devices.add(first.device)
-        return self.columns[key]
-
-    def on_commit(self, ids, state):
-        wait_for(self.devices)
-        shelf = {key: one.array[: self.start].clone() for key, one in self.columns.items()}
-        self.shelves.append(shelf)
-        self.start = 0
-
-    def finish(self, state, *, is_complete=True):
-        arrays = {key: torch.cat([one[key] for one in self.shelves]) for key in self.columns}
-        return self.held(arrays, self.job.architecture, is_complete=is_complete)
-
-    def abandon(self, state):
-        self.shelves.clear()
-
-
-class TestShelves(StoreTests):
-    def make_store(self, path):
-        return Shelves()
 
 
 def test_a_layer_called_twice_keeps_both_calls(tmp_path):

@@ -162,7 +162,7 @@ class Chunk:
         self.state = said["state"]
         if self.state is not None:
             token = expect(self.state, dict)["file"]
-            if token is not None and not _TOKEN.fullmatch(token):
+            if "value" not in self.state or not (token is None or _TOKEN.fullmatch(token)):
                 raise ValueError("its state is missing")
 
     def _check_table(self, file: TensorFile) -> None:
