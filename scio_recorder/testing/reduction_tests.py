@@ -16,6 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError, RecorderError
+from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.reductions import Reduction
 from scio_recorder.tensors.structures import map_tensors, tensors
 from scio_recorder.testing.undisturbed import assert_same
@@ -260,8 +261,6 @@ class ReductionTests:
 
     def test_collected_and_resumed(self, tmp_path: Path) -> None:
         """``collect`` gives the result, also if it goes on from a state on disk."""
-        from scio_recorder import Recorder
-
         samples, labels = self.samples(), _some_labels()
         loader = [
             {"input": samples[start : start + 5], "labels": labels[start : start + 5]}

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError
+from scio_recorder.recorder.recorder import Recorder
+from scio_recorder.recording import open_recording
+from scio_recorder.recording.row_kinds import Tokens
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Store, StoreWriter, as_store
 from scio_recorder.testing.undisturbed import assert_same
@@ -118,8 +121,6 @@ class StoreTests:
 
     def test_rows_that_are_no_samples(self, tmp_path: Path) -> None:
         """Tokens are kept without padding, with the sample and the position of each."""
-        from scio_recorder import Tokens
-
         net = nn.Sequential(nn.Embedding(9, 3))
         rnet = _recorder("0", net=net, inputs=torch.zeros(2, 5, dtype=torch.int64))
         words = [torch.randint(9, (n, 5)) for n in (2, 3)]
@@ -218,8 +219,6 @@ class StoreTests:
 
     def test_saving(self, tmp_path: Path) -> None:
         """A recording can be saved and opened again without the network."""
-        from scio_recorder import open_recording
-
         rnet, data = _recorder("*"), _batches(3, 2)
         recording = rnet.collect(data, store=self._store(tmp_path), progress=False)
         recording.save(str(tmp_path / "saved"))
@@ -304,8 +303,6 @@ def _net() -> nn.Sequential:
 def _recorder(
     *selectors: str, net: nn.Module | None = None, inputs: Any = None, keep_inputs: bool = False
 ) -> Any:
-    from scio_recorder import Recorder
-
     inputs = torch.zeros(2, 4) if inputs is None else inputs
     rnet = Recorder(_net() if net is None else net, input_data=inputs, verbose=0)
     rnet.record(*selectors, inputs=keep_inputs)
