@@ -15,7 +15,8 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import cast_for
 from scio_recorder.recording.feed import counting_tensor
-from scio_recorder.recording.rows import Shapes, advice_on_lists
+from scio_recorder.recording.options import CollectOptions
+from scio_recorder.recording.rows import Source, advice_on_lists
 from scio_recorder.tensors.arguments import signature_of
 from scio_recorder.tensors.copies import dtype_name
 
@@ -27,41 +28,73 @@ _SHOWN = 3
 _POSITIONS = "position_ids"
 
 
-def advise_evaluation(net: nn.Module) -> None:
-    """Warn if a net is in training mode and has layers that behave differently there.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        The net, which is about to run.
-    """
-    if not net.training:
-        return
-    found = [
-        f"{name or 'the net itself'} ({type(module).__name__})"
-        for name, module in net.named_modules()
-        if module.training and _differs_in_training(module)
-    ]
-    if found:
-        warn(
-            "the net is in training mode, which changes what some layers do, here "
-            f"{few(found, _SHOWN)}: call net.eval() before collect(...) unless you mean this",
-            CollectWarning,
-        )
-
-
-def advise_second_element(net: nn.Module, batch: Any) -> bool:
-    """Warn if forward would accept the second element of a batch too; return whether it would.
-
-    Only a tensor that looks like an input counts, as in ``(ids, mask)``, not labels; and mappings
-    that look like samples.
+class Advice:
+    """Notices likely mistakes in feeding a net: it looks once at each batch, before that runs.
 
     Parameters
     ----------
     net : torch.nn.Module
         The net.
-    batch : Any
-        The loader's batch, whose first element alone goes into the net.
+    asked : CollectOptions
+        How batches are read.
+    is_dataset : bool, default False
+        Whether a dataset is collected, so that training mode and positions of padding are likely
+        mistakes as well.
+    """
+
+    def __init__(self, net: nn.Module, asked: CollectOptions, *, is_dataset: bool = False) -> None:
+        self._net, self._is_dataset = net, is_dataset
+        # What was warned of once is not looked for again.
+        self._sees_elements = asked.to_inputs is None
+        self._sees_positions = is_dataset and _takes_positions(net)
+        self._sees_samples = asked.rows is None and asked.sample_ids is None
+
+    def look_at(self, source: Source) -> None:
+        """Look at a batch that is about to run.
+
+        Parameters
+        ----------
+        source : Source
+            The batch and the net's inputs.
+
+        Raises
+        ------
+        CollectError
+            It is a single sample, whose features would count as samples.
+        """
+        is_first = source.number == 0
+        if is_first and self._is_dataset:
+            _advise_evaluation(self._net)
+        if self._sees_elements:
+            self._sees_elements = not _advise_second_element(self._net, source.batch)
+        if self._sees_positions:
+            self._sees_positions = not _advise_positions(source.arguments)
+        if is_first and self._sees_samples:
+            _refuse_sample(source)
+
+
+def _advise_evaluation(net: nn.Module) -> None:
+    """Warn if a net is in training mode and has layers that behave differently there."""
+    if not net.training:
+        return
+    differing = [
+        f"{name or 'the net itself'} ({type(module).__name__})"
+        for name, module in net.named_modules()
+        if module.training and _differs_in_training(module)
+    ]
+    if differing:
+        warn(
+            "the net is in training mode, which changes what some layers do, here "
+            f"{few(differing, _SHOWN)}: call net.eval() before collect(...) unless you mean this",
+            CollectWarning,
+        )
+
+
+def _advise_second_element(net: nn.Module, batch: Any) -> bool:
+    """Warn if forward would accept the second element of a batch too; return whether it would.
+
+    Only a tensor that looks like an input counts, as in ``(ids, mask)``, not labels; and mappings
+    that look like samples.
     """
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         return False
@@ -92,21 +125,15 @@ def advise_second_element(net: nn.Module, batch: Any) -> bool:
     return True
 
 
-def takes_positions(net: nn.Module) -> bool:
+def _takes_positions(net: nn.Module) -> bool:
     """Whether a net takes ``position_ids``, or hands them on."""
     parameters = signature_of(net.forward).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return _POSITIONS in parameters or (takes_any and any(map(takes_positions, net.children())))
+    return _POSITIONS in parameters or (takes_any and any(map(_takes_positions, net.children())))
 
 
-def advise_positions(named: Mapping[str, Any]) -> bool:
-    """Warn of padding on the left that a net counts as positions; return whether there is some.
-
-    Parameters
-    ----------
-    named : mapping
-        The inputs, by name, of a net for which `takes_positions` holds.
-    """
+def _advise_positions(named: Mapping[str, Any]) -> bool:
+    """Warn of padding on the left that a net counts as positions; return whether there is some."""
     mask = named.get("attention_mask")
     if named.get(_POSITIONS) is not None or not isinstance(mask, Tensor) or mask.ndim != 2:
         return False
@@ -123,41 +150,13 @@ def advise_positions(named: Mapping[str, Any]) -> bool:
     return True
 
 
-def labelled_number(shapes: Shapes, number: int) -> tuple[int] | None:
-    """Return the number of samples at labelling; None if it is not known.
-
-    Parameters
-    ----------
-    shapes : list of (Tensor, tuple or None)
-        What the net is given for a batch, and the shapes at labelling.
-    number : int
-        The number of samples in that batch, which the first dimension of some input counts.
-    """
-    for value, before in shapes:
-        if before and len(before) == value.ndim and len(value) == number:
-            return (before[0],)
-    return None
-
-
-def refuse_sample(shapes: Shapes, inputs: Inputs) -> None:
+def _refuse_sample(source: Source) -> None:
     """Refuse a first batch that is a single sample, whose features would count as samples.
 
     A sample lacks the first dimension of what the net was labelled with. Many nets run on both, and
     nothing else would tell. If it is only similar to a sample, there is a warning.
-
-    Parameters
-    ----------
-    shapes : list of (Tensor, tuple or None)
-        What the net is given for the first batch, and the shapes at labelling.
-    inputs : Inputs
-        All inputs of the net for it.
-
-    Raises
-    ------
-    CollectError
-        The first dimension of the batch is as long as the second one at labelling.
     """
-    given = counting_tensor(inputs)
+    given, shapes = counting_tensor(source.inputs), source.shapes_at_labelling
     before = next((shape for value, shape in shapes if value is given), None)
     is_like_a_sample = before is not None and len(before) == given.ndim + 1
     # A length of 1 counts as one sample, and is one in any case.

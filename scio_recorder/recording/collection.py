@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,14 +15,14 @@ from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.watch import why_not_called
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError, RecorderError
-from scio_recorder.layer import few
+from scio_recorder.layer import few, text_of
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import InStep
 from scio_recorder.postprocessors.assigning import Postprocessors
-from scio_recorder.recording import advice
-from scio_recorder.recording.continuing import Continuing
+from scio_recorder.recording.advice import Advice, raise_for_batch
+from scio_recorder.recording.collect_sink import Batch, CollectSink, LayerSinks, RowColumns
+from scio_recorder.recording.continuing import ContinuedPass, Continuing
 from scio_recorder.recording.feed import Feed
-from scio_recorder.recording.intake import CurrentBatch, Intakes
 from scio_recorder.recording.made_with import made_with
 from scio_recorder.recording.options import LayerOptions
 from scio_recorder.recording.recording import Recording, open_recording
@@ -32,8 +31,10 @@ from scio_recorder.stores import Job, State, Store, StoreWriter, as_store
 from scio_recorder.stores.disk import check_copies
 from scio_recorder.stores.disk_format.description import complete_ranks, medium_at, read_description
 from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.disk_format.medium import parsing
 from scio_recorder.stores.disk_format.reader import refuse_repeated_ids, scan
-from scio_recorder.tensors.digests import weights_digest
+from scio_recorder.stores.disk_format.tensor_file import expect
+from scio_recorder.tensors.digests import WeightDigests, weights_digest
 
 
 class Durable:
@@ -107,12 +108,8 @@ class Durable:
             )
 
 
-@dataclass
 class Collection:
-    """Counts passes, whoever runs them: each counts once it has succeeded.
-
-    Once it is open, each batch in turn is begun, taken unless it is durable already, and ended.
-    Then the collection is finished, or abandoned.
+    """A collection that is about to begin: what is to be collected, and where it is kept.
 
     Parameters
     ----------
@@ -127,44 +124,43 @@ class Collection:
         The digest of the network's weights, if known.
     """
 
-    capture: Capture
-    feed: Feed
-    is_of_others: bool = False
-    weights: str | None = None
+    def __init__(
+        self,
+        capture: Capture,
+        feed: Feed,
+        *,
+        is_of_others: bool = False,
+        weights: str | None = None,
+    ) -> None:
+        self.capture, self.feed, self.asked = capture, feed, feed.asked
+        self.layers = LayerOptions(capture, feed.asked)
+        self.is_of_others = is_of_others
+        self._weights = weights
 
-    def __post_init__(self) -> None:
-        self.asked = self.feed.asked
-        self.layers = LayerOptions(self.capture, self.asked)
-        self._continuing = Continuing() if self.is_of_others and self.asked.rows else None
-        # Whether batches have their optional entries, by name: all batches or none.
-        self._has: dict[str, bool] = {}
-        # The number of samples at labelling, if known.
-        self._labelled: tuple[int] | None = None
-        # The current batch, whether it is taken, and the number of its rows without repeats.
-        self._current, self._is_taken, self._num_own_rows = CurrentBatch(), True, 0
-
-    def open(self) -> None:
-        """Open the store, and make what receives the outputs of layers."""
+    def open(self) -> OpenCollection:
+        """Open the store, and return the collection that takes batches."""
         store = self.feed.placed(as_store(self.asked.store), by_batches=self.layers.with_inputs)
         self._check(store)
-        self.is_shared = store.is_shared
-        self._writer = store.open(self.job(is_shared=store.is_shared))
-        self._durable = Durable(self._writer)
-        self._intakes = Intakes(self.layers, self._writer, waits=self.is_of_others)
+        settings = self.settings(is_shared=store.is_shared)
+        return OpenCollection(self, store.open(self.job(settings)), settings, store.is_shared)
 
-    def job(self, *, is_shared: bool) -> Job:
-        """Return the job that a store is given, which other processes may share."""
-        # The net's present digest: passes in training mode change its buffers.
-        settings = self._settings = self.layers.settings(self.capture.net)
-        settings |= self.feed.place_settings(is_shared=is_shared)
-        settings["made_with"] = made_with(self.capture.net)
-        # Not self, which holds the writer: in a cycle, both would wait for the garbage collector.
-        net, weights = self.capture.net, self.weights
+    def settings(self, *, is_shared: bool) -> dict[str, Any]:
+        """Return the settings that a recording keeps; other processes may share the store."""
+        return {
+            **self.layers.settings(self.capture.net),
+            **self.feed.place_settings(is_shared=is_shared),
+            "made_with": made_with(self.capture.net),
+        }
+
+    def job(self, settings: dict[str, Any]) -> Job:
+        """Return the job that a store is given."""
+        net, weights = self.capture.net, self._weights
         return Job(
             self.layers.architecture,
             self.layers.stored,
             self.feed.num_batches,
-            # Reading all weights is only for stores that can be resumed.
+            # Reading all weights is only for stores that can be resumed. Their present digest
+            # counts: passes in training mode change the net's buffers.
             lambda: {**settings, "weights": weights or weights_digest(net)},
             self.asked.resume,
         )
@@ -189,6 +185,55 @@ class Collection:
                 'store="disk:PATH"'
             )
 
+
+class OpenCollection:
+    """A collection whose store is open: each batch in turn is begun, taken if new, and ended.
+
+    Then the collection is finished, or abandoned.
+
+    Parameters
+    ----------
+    collection : Collection
+        What is to be collected.
+    writer : StoreWriter
+        The writer of the store.
+    settings : dict
+        The settings that the recording keeps.
+    is_shared : bool
+        Whether other processes fill the store too.
+    """
+
+    def __init__(
+        self,
+        collection: Collection,
+        writer: StoreWriter,
+        settings: dict[str, Any],
+        is_shared: bool,
+    ) -> None:
+        self.capture, self.feed = collection.capture, collection.feed
+        self.asked, self.layers = collection.asked, collection.layers
+        self.is_of_others, self.is_shared = collection.is_of_others, is_shared
+        self._writer, self._settings = writer, settings
+        self._durable = Durable(writer)
+        self._sinks = LayerSinks(self.layers, writer, waits=self.is_of_others)
+        self._columns = RowColumns(writer)
+        self._weights = WeightDigests() if self.layers.with_inputs else None
+        self._continuing = Continuing() if self.is_of_others and self.asked.rows else None
+        self._advice = Advice(self.capture.net, self.asked, is_dataset=not self.is_of_others)
+        # Whether batches have their optional entries, by name: all batches or none. If others run
+        # the passes, they choose the inputs of each.
+        self._has: dict[str, bool] | None = None if self._continuing else {}
+        # The number of samples at labelling, if known.
+        self._labelled: tuple[int] | None = None
+        # Whether commits count: no reduction holds a part of a pass that failed.
+        self.is_trusted = True
+        if writer.state is not None:
+            with parsing("the state of the recording to go on with"):
+                # Recordings of versions without rows have no columns.
+                names = expect(expect(writer.state, dict).get("columns", []), list)
+                self._columns.names = [expect(name, str) for name in names]
+                self._sinks.restore(writer.state)
+
     @property
     def is_complete(self) -> bool:
         """Whether the store held all samples when it was opened."""
@@ -205,106 +250,124 @@ class Collection:
         """Whether no pass counts, of this run or an earlier one."""
         return len(self._writer.sample_ids) == 0
 
-    @property
-    def is_trusted(self) -> bool:
-        """Whether commits count: no reduction holds a part of a pass that failed."""
-        return not self._intakes.holds_failed_pass
+    def begin(self, given: Any, inputs: Inputs, *, is_taken: bool = True) -> Batch:
+        """Begin a batch: find its rows and ids, and what of it is not durable already.
 
-    def begin(self, batch: Any, inputs: Inputs, *, is_taken: bool = True) -> bool:
-        """Go on to a batch, and return whether it is to be taken and is not durable already."""
+        Parameters
+        ----------
+        given : any
+            The loader's batch.
+        inputs : Inputs
+            The net's inputs for it.
+        is_taken : bool, default True
+            Whether it is one of those to take.
+        """
         self._check_trusted()
-        durable, with_inputs = self._durable, self.layers.with_inputs
-        rows = self._rows_of(batch, inputs, is_taken)
-        self._is_taken = is_taken and (self._continuing is None or self._continuing.is_taken)
-        ids, number = self._ids_of(batch, inputs, rows)
-        skip = durable.num_to_skip(ids, by_batches=with_inputs) if self._is_taken else 0
-        rows = rows or BatchRows.of_samples(number, self._labelled)
-        num_repeats = number - len(ids)
-        own = rows.of_some(0, rows.num_samples - num_repeats) if num_repeats else rows
-        self._num_own_rows = own.num_rows
+        feed, durable, number = self.feed, self._durable, self.feed.number
+        source = self._source(given, inputs)
+        self._advice.look_at(source)
+        continued, rows = self._rows(source, is_taken=is_taken)
+        is_taken &= continued is None or continued.sequences.is_taken
+        ids: Ids = ()
+        num_samples = 0
+        # Given ids need no running index, and continued samples have theirs.
+        if (is_taken or feed.is_numbering) and (rows is None or rows.num_samples):
+            number_by_rows = None if rows is None else rows.num_samples
+            ids, num_samples = feed.ids(given, inputs, number_by_rows)
+        if rows is None:
+            if number == 0:
+                self._labelled = source.number_at_labelling(num_samples)
+            rows = BatchRows.of_samples(num_samples, self._labelled)
+        skip = durable.num_to_skip(ids, by_batches=self.layers.with_inputs) if is_taken else 0
+        has_repeats = len(ids) < num_samples
+        if has_repeats:
+            rows = rows.of_some(0, rows.num_samples - num_samples + len(ids))
         # It may continue durable samples: then it is durable itself if its rows are.
-        is_durable = skip == len(ids) if number else durable.holds_rows(own.num_rows)
-        kept = own.of_some(skip, own.num_samples) if skip else own
-        is_part = bool(skip or num_repeats)
-        start = self._writer.start
-        self._current = CurrentBatch(batch, self.feed.number, ids, kept, skip, is_part, start)
-        return self._is_taken and not (is_durable or durable.is_complete)
+        is_durable = skip == len(ids) if num_samples else durable.holds_rows(rows.num_rows)
+        is_new = is_taken and not (is_durable or durable.is_complete)
+        kept, is_part = rows.of_some(skip, rows.num_samples) if skip else rows, skip or has_repeats
+        counted = given, number, ids, kept, rows.num_rows, self._writer.start, skip, bool(is_part)
+        return Batch(*counted, is_taken, is_new, continued)
 
-    def _rows_of(self, batch: Any, inputs: Inputs, is_taken: bool) -> BatchRows | None:
-        """Return the rows of a batch; None if they are its samples."""
-        kind = self.asked.rows
-        if kind is None:
-            return None
-        source = self._source(batch, inputs)
-        if self._continuing is None:
-            return kind.of(source)
-        return self._continuing.rows(kind, source, self._durable.samples_come, is_taken=is_taken)
-
-    def _ids_of(self, batch: Any, inputs: Inputs, rows: BatchRows | None) -> tuple[Ids, int]:
-        """Return the ids of a batch's samples, and their number with repeats at the end."""
-        is_counted = self._is_taken or self.feed.is_numbering
-        if not is_counted or (rows is not None and not rows.num_samples):
-            # Given ids need no running index, and continued samples have theirs.
-            return (), 0
-        if rows is not None:
-            return self.feed.ids(batch, inputs, rows.num_samples)
-        is_first = self.feed.number == 0
-        shapes = self._source(batch, inputs).shapes_at_labelling() if is_first else []
-        if is_first and self.asked.sample_ids is None:
-            advice.refuse_sample(shapes, inputs)
-        ids, number = self.feed.ids(batch, inputs)
-        if is_first:
-            self._labelled = advice.labelled_number(shapes, number)
-        return ids, number
-
-    def _source(self, batch: Any, inputs: Inputs) -> Source:
+    def _source(self, given: Any, inputs: Inputs) -> Source:
         """Return where the entries of a batch are looked up."""
         net, architecture = self.capture.net, self.layers.architecture
         first, shapes = architecture[self.layers.recording[0]], architecture[0, 1].input_shape
-        # If others run the passes, they choose the inputs of each.
-        has = self._has if self._continuing is None else None
-        return Source(net, batch, inputs.named(net), self.feed.number, first, shapes, has)
+        return Source(net, given, inputs, self.feed.number, first, shapes, self._has)
 
-    def take(self, run: Callable[[Intakes], Any]) -> Any:
-        """Run the pass of the batch, and commit those of its samples that are not durable.
+    def _rows(
+        self, source: Source, *, is_taken: bool
+    ) -> tuple[ContinuedPass | None, BatchRows | None]:
+        """Return the rows of a batch, None if they are its samples; and the pass that continues."""
+        kind = self.asked.rows
+        if kind is None:
+            return None, None
+        if self._continuing is None:
+            return None, kind.of(source)
+        return self._continuing.begin(kind, source, self._durable.samples_come, is_taken=is_taken)
+
+    def take(self, batch: Batch, run: Callable[[CollectSink], Any]) -> Any:
+        """Run the pass of a new batch, and commit those of its samples that are not durable.
 
         Parameters
         ----------
+        batch : Batch
+            The batch, which has begun.
         run : callable
             Runs a pass with a sink, and returns the network's output.
         """
-        return self._intakes.take(self._current, run, self._state)
+        # Before the pass, since one that can't be kept need not run. Rows kept nowhere take no
+        # memory.
+        if batch.rows.columns and self.layers.keeps_rows:
+            self._columns.put(batch)
+        sink = CollectSink(self._sinks, batch, self._writer.calls, self._weights)
+        try:
+            output = run(sink)
+            self._sinks.reduce_waiting(batch)
+        except BaseException:
+            self.is_trusted = not batch.is_reduced
+            raise
+        self._commit(batch, sink)
+        return output
 
-    def drop(self) -> None:
-        """Drop the batch, which has failed: it may come again."""
-        self.feed.forget(self._current.ids)
-        self._current = CurrentBatch()
-        self._intakes.drop()
-        if self._continuing is not None:
-            self._continuing.drop()
+    def _commit(self, batch: Batch, sink: CollectSink) -> None:
+        """Count a pass, which has succeeded."""
+        self._sinks.count(batch)
+        calls = {text_of(label): call for label, call in sorted(sink.calls.items())}
+        rows = None if batch.rows.are_samples else batch.rows.num_rows
+        self.is_trusted = False
+        try:
+            self._writer.commit(batch.ids[batch.skip :], self._state, calls, rows=rows)
+        except ValueError as error:
+            raise CollectError(str(error)) from None
+        self.is_trusted = True
 
-    def end(self, output: Any = None) -> tuple[int, int]:
-        """Count the batch; return the numbers of samples and bytes that were not durable before.
+    def drop(self, batch: Batch) -> None:
+        """Drop a batch, which has failed: it may come again."""
+        self.feed.forget(batch.ids)
+
+    def end(self, batch: Batch, output: Any = None) -> tuple[int, int]:
+        """Count a batch; return the numbers of samples and bytes that were not durable before.
 
         Parameters
         ----------
+        batch : Batch
+            The batch, which was taken or left out.
         output : any
             The network's output, if others run the pass.
         """
-        current, durable = self._current, self._durable
-        # The next batch may be refused before it begins.
-        self._current, current.batch = CurrentBatch(), None
-        self.feed.num_samples += len(current.ids)
-        if self._continuing is not None:
-            self._continuing.count_pass(output)
-        if not self._is_taken:
+        durable = self._durable
+        self.feed.num_samples += len(batch.ids)
+        if self._continuing is not None and batch.continued is not None:
+            self._continuing.count(batch.continued, output)
+        if not batch.is_taken:
             return 0, 0
-        durable.samples_come += len(current.ids)
-        durable.rows_come += self._num_own_rows
+        durable.samples_come += len(batch.ids)
+        durable.rows_come += batch.num_rows
         if durable.is_complete and self.feed.num_batches is None:
             # There may be no end at which to check.
             durable.check(is_end=False)
-        return len(current.ids) - current.skip, current.rows.num_rows * self._writer.row_bytes
+        return len(batch.ids) - batch.skip, batch.rows.num_rows * self._writer.row_bytes
 
     def check_end(self) -> None:
         """Refuse the end of the data if fewer samples came than are durable."""
@@ -326,21 +389,18 @@ class Collection:
     def finish(self, *, is_complete: bool = True) -> Recording:
         """Return all samples, or their summaries, by layer."""
         held = self._writer.finish(self._state, is_complete=is_complete)
-        errors = {
-            label: storing.relative_error
-            for label, storing in self._intakes.storing.items()
-            if storing.rounds
-        }
         return Recording(
             self.layers.architecture,
             held,
             reductions=self.layers.reductions,
-            relative_errors=errors,
+            relative_errors=self._sinks.relative_errors,
             settings=self._settings,
         )
 
     def _state(self) -> State:
-        return {**self._intakes.state(), "length": self.feed.length}
+        """Return what resuming needs besides the rows, for a commit."""
+        own = {"columns": self._columns.names, "length": self.feed.length}
+        return {**self._sinks.state(), **own}
 
 
 def go_through(
@@ -354,7 +414,7 @@ def go_through(
     Parameters
     ----------
     collection : Collection
-        Takes the passes.
+        What is to be collected.
     compiled : callable or None
         The recorder, if it is compiled and runs in place of the net.
     progress : context manager
@@ -365,7 +425,7 @@ def go_through(
     if compiled is not None:
         _check_compiled(collection)
 
-    def run(inputs: Inputs, sink: Intakes | None) -> Any:
+    def run(inputs: Inputs, sink: CollectSink | None) -> Any:
         args, kwargs = inputs
         if compiled is None:
             return capture.run(
@@ -375,17 +435,16 @@ def go_through(
         return call() if sink is None else capture.hand_on_compiled(call, sink)
 
     together = InStep(net)
-    _open(collection, together)
-    if collection.needs_batches or not together.is_alone:
+    opened = _opened(collection, together)
+    if opened.needs_batches or not together.is_alone:
         try:
-            advice.advise_evaluation(net)
-            _run_batches(collection, run, _leaving_out(collection, together), progress)
+            _run_batches(opened, run, _leaving_out(opened, together), progress)
         except BaseException:
-            collection.abandon()
+            opened.abandon()
             raise
-    recording = collection.finish()
+    recording = opened.finish()
     # Ids of parts are compared when these are put together, and shards have the same samples.
-    is_of_ranks = collection.is_shared and collection.feed.part is None
+    is_of_ranks = opened.is_shared and collection.feed.part is None
     if is_of_ranks and recording.path is not None and not collection.layers.has_shards:
         check_ids_of_all(recording.path)
     return recording
@@ -404,22 +463,23 @@ def check_ids_of_all(path: str) -> None:
             refuse_repeated_ids(path, scan(medium))
 
 
-def _open(collection: Collection, together: InStep) -> None:
+def _opened(collection: Collection, together: InStep) -> OpenCollection:
     """Open a collection, or refuse in all processes: one alone would leave others in a pass."""
     try:
-        collection.open()
+        opened = collection.open()
     except Exception:
         together.all(False)
         raise
     if not together.all(True):
-        collection.abandon()
+        opened.abandon()
         raise CollectError(
             "another process, which runs each pass of this net together with this one, has refused "
             "to collect, and says why: nothing was run"
         )
+    return opened
 
 
-def _leaving_out(collection: Collection, together: InStep) -> Callable[[bool], bool]:
+def _leaving_out(opened: OpenCollection, together: InStep) -> Callable[[bool], bool]:
     """Return a predicate: may this process leave out a pass without anything new here.
 
     See NOTE [Passes in step] in ``nets/sharded.py``. It asks the others, if they run in step with
@@ -427,7 +487,7 @@ def _leaving_out(collection: Collection, together: InStep) -> Callable[[bool], b
     """
     if together.is_alone:
         return bool
-    asks = collection.asked.resume and collection.is_shared
+    asks = opened.asked.resume and opened.is_shared
 
     def is_left_out(has_nothing_new: bool) -> bool:
         nonlocal asks
@@ -439,40 +499,34 @@ def _leaving_out(collection: Collection, together: InStep) -> Callable[[bool], b
 
 @torch.no_grad()
 def _run_batches(
-    collection: Collection,
-    run: Callable[[Inputs, Intakes | None], Any],
+    opened: OpenCollection,
+    run: Callable[[Inputs, CollectSink | None], Any],
     is_left_out: Callable[[bool], bool],
     progress: contextlib.AbstractContextManager[Advance],
 ) -> None:
     """Run the net on all batches in order, without samples that are durable already."""
-    net, feed = collection.capture.net, collection.feed
-    is_ours = feed.asked.to_inputs is None
-    is_advised = not is_ours
-    may_count_padding = advice.takes_positions(net)
+    feed, net, architecture = opened.feed, opened.capture.net, opened.layers.architecture
     with progress as advance:
-        for batch, is_taken in feed:
-            is_advised = is_advised or advice.advise_second_element(net, batch)
-            inputs = feed.inputs(batch)
-            if may_count_padding:
-                may_count_padding = not advice.advise_positions(inputs.named(net))
-            is_new = collection.begin(batch, inputs, is_taken=is_taken)
-            if is_taken and not is_left_out(not is_new):
+        for given, is_taken in feed:
+            inputs = feed.inputs(given)
+            batch = opened.begin(given, inputs, is_taken=is_taken)
+            if is_taken and not is_left_out(not batch.is_new):
                 try:
-                    if is_new:
-                        collection.take(partial(run, inputs))
+                    if batch.is_new:
+                        opened.take(batch, partial(run, inputs))
                     else:
                         run(inputs, None)
                 except Exception as error:
-                    own, architecture = batch if is_ours else None, collection.layers.architecture
-                    advice.raise_for_batch(error, feed.number, architecture, net, inputs, own)
-            added = collection.end()
+                    shown = given if feed.asked.to_inputs is None else None
+                    raise_for_batch(error, feed.number, architecture, net, inputs, shown)
+            counted = opened.end(batch)
             if is_taken:
-                advance(*added)
+                advance(*counted)
     if feed.number == 0 and not feed.may_be_empty:
         used = "; an iterator can be used only once, so give a list, a DataLoader or a new iterator"
         more = used if isinstance(feed.batches, Iterator) else ""
         raise CollectError(f"batches is empty: it gave no batch to run the net on{more}")
-    collection.check_end()
+    opened.check_end()
 
 
 def _check_compiled(collection: Collection) -> None:
@@ -491,7 +545,7 @@ class CollectedPasses:
     Parameters
     ----------
     collection : Collection
-        The collection that takes the passes, and outlives failed ones.
+        What is to be collected.
     """
 
     def __init__(self, collection: Collection) -> None:
@@ -526,30 +580,28 @@ class CollectedPasses:
         progress : bool
             Whether to show a progress bar.
         """
-        collection = self._collection
-        collection.open()
+        self._opened = opened = self._collection.open()
         try:
             with progress_bar("collecting passes", None, is_wanted=progress) as self._advance:
                 yield
-            collection.check_end()
-            if collection.is_empty:
+            opened.check_end()
+            if opened.is_empty:
                 raise CollectError(
                     "the network was not called in the block, or all passes failed: "
-                    f"{why_not_called(collection.capture.net)}"
+                    f"{why_not_called(opened.capture.net)}"
                 )
         except BaseException as error:
-            self._keep_what_ended(error)
+            self._keep_what_ended(opened, error)
             raise
-        self._recording = collection.finish()
+        self._recording = opened.finish()
 
-    def _keep_what_ended(self, error: BaseException) -> None:
-        collection = self._collection
+    def _keep_what_ended(self, opened: OpenCollection, error: BaseException) -> None:
         self._why_none = f"the block ended by {error!r}, and no pass that counts before it"
-        if collection.is_empty or not collection.is_trusted:
-            collection.abandon()
+        if opened.is_empty or not opened.is_trusted:
+            opened.abandon()
             return
         try:
-            self._recording = collection.finish(is_complete=False)
+            self._recording = opened.finish(is_complete=False)
         except RecorderError as failure:
             # The exception in the block must be the one that is reported.
             self._why_none = f"the block ended by {error!r}, and then: {failure}"
@@ -564,30 +616,35 @@ class CollectedPasses:
         records_outputs: bool = True,
     ) -> Any:
         """Run the network, as `Capture.run` does, and collect the pass."""
-        collection, capture = self._collection, self._collection.capture
+        capture = self._collection.capture
         if not records_outputs or capture.is_running or is_rerun():
             return capture.run(call, args, kwargs, given=given, records_outputs=records_outputs)
         given = capture.acting(given)
         with self._lock:
-            try:
-                output = self._take(call, Inputs(args, kwargs), given)
-            except BaseException:
-                collection.drop()
-                raise
-            self._advance(*collection.end(output))
-            collection.feed.number += 1
-        return output
+            return self._collect(call, Inputs(args, kwargs), given)
 
-    def _take(self, call: Callable[..., Any], inputs: Inputs, given: Postprocessors | None) -> Any:
-        collection = self._collection
-        capture, batch = collection.capture, inputs.named(collection.capture.net)
-        options: dict[str, Any] = {"given": given, "records_outputs": capture.is_watched}
-        is_taken = collection.feed.is_taken and not collection.is_complete
+    def _collect(
+        self, call: Callable[..., Any], inputs: Inputs, given: Postprocessors | None
+    ) -> Any:
+        opened, capture = self._opened, self._collection.capture
+        named = inputs.named(capture.net)
+        is_taken = opened.feed.is_taken and not opened.is_complete
         # Functions of rows and ids may call the network.
-        begin = partial(collection.layers.run_aside, collection.begin)
-        if begin(batch, Inputs((), batch), is_taken=is_taken):
-            return collection.take(lambda sink: capture.run(call, *inputs, sink=sink, **options))
-        return capture.run(call, *inputs, **options)
+        begin = partial(opened.layers.run_aside, opened.begin)
+        batch: Batch = begin(named, Inputs((), named), is_taken=is_taken)
+
+        def run(sink: CollectSink | None = None) -> Any:
+            watched = capture.is_watched
+            return capture.run(call, *inputs, given=given, records_outputs=watched, sink=sink)
+
+        try:
+            output = opened.take(batch, run) if batch.is_new else run()
+        except BaseException:
+            opened.drop(batch)
+            raise
+        self._advance(*opened.end(batch, output))
+        opened.feed.number += 1
+        return output
 
 
 @contextlib.contextmanager

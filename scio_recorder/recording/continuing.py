@@ -70,8 +70,18 @@ class _LeftTensor(NamedTuple):
     contents: int | str
 
 
-class _PendingPass(NamedTuple):
-    """A pass that runs: the caches that it received, the samples that it belongs to, its rows."""
+class ContinuedPass(NamedTuple):
+    """A pass that may continue samples, or be continued: what it received, and its rows.
+
+    Parameters
+    ----------
+    caches : list
+        The caches that it received.
+    sequences : Sequences
+        The samples that it belongs to.
+    rows : BatchRows
+        Its rows, as a pass alone would have them.
+    """
 
     caches: list[Any]
     sequences: Sequences
@@ -83,10 +93,11 @@ class Continuing:
 
     def __init__(self) -> None:
         self._left: MutableMapping[Tensor, _LeftTensor] = WeakTensorKeyDictionary()
-        self._pending: _PendingPass | None = None
 
-    def rows(self, kind: Rows, source: Source, first: int, *, is_taken: bool) -> BatchRows:
-        """Return the rows of a pass that is about to run; without samples if it continues some.
+    def begin(
+        self, kind: Rows, source: Source, first: int, *, is_taken: bool
+    ) -> tuple[ContinuedPass, BatchRows]:
+        """Return a pass that is about to run, and its rows; without samples if it continues some.
 
         Parameters
         ----------
@@ -103,47 +114,38 @@ class Continuing:
         earlier = self._find(_samples_in(caches))
         if earlier is None:
             _refuse_several()
-        found = _rows(kind, source, earlier, has_cache=bool(caches))
-        lengths = torch.zeros(found.num_samples, dtype=torch.int64, device="cpu")
+        rows = _rows(kind, source, earlier, has_cache=bool(caches))
+        lengths = torch.zeros(rows.num_samples, dtype=torch.int64, device="cpu")
         now = earlier or Sequences(first, lengths, is_taken)
-        self._pending = _PendingPass(caches, now, found)
-        columns = dict(found.columns)
+        columns = dict(rows.columns)
         sample, position = columns.pop("sample"), columns.pop("position")
-        own = {
+        places = {
             "sample": sample + (now.first - first),
             "position": position + now.lengths[sample],
             "step": torch.full_like(sample, now.step),
         }
-        number = found.num_samples if earlier is None else 0
-        return replace(found, num_samples=number, columns={**own, **columns})
+        number = rows.num_samples if earlier is None else 0
+        placed = replace(rows, num_samples=number, columns={**places, **columns})
+        return ContinuedPass(caches, now, rows), placed
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether the rows of the current pass are collected."""
-        return self._pending is None or self._pending.sequences.is_taken
-
-    def count_pass(self, output: Any) -> None:
-        """Count the pass, which has ended well.
+    def count(self, ended: ContinuedPass, output: Any) -> None:
+        """Count a pass, which has ended well.
 
         Parameters
         ----------
+        ended : ContinuedPass
+            The pass.
         output : any
             The network's output, which may hold a cache that the network made.
         """
-        if self._pending is None:
-            return
-        (caches, sequences, found), self._pending = self._pending, None
-        sequences.lengths = sequences.lengths + found.lengths
-        sequences.num_positions += found.shape[-1]
+        caches, sequences, rows = ended
+        sequences.lengths = sequences.lengths + rows.lengths
+        sequences.num_positions += rows.shape[-1]
         # Caches that the pass has only read, such as tuples, don't hold what it left.
         held = [one for one in map(_samples_in, caches) if not self._are_left_by(sequences, one)]
         sequences.step += 1
         for tensor in _samples_in([held, _caches_in(output)]):
             self._left[tensor] = _LeftTensor(sequences, sequences.step, _contents(tensor))
-
-    def drop(self) -> None:
-        """Forget the pass, which has failed."""
-        self._pending = None
 
     def _find(self, held: list[Tensor]) -> Sequences | None:
         """Return the samples that caches with these tensors continue; None if they are empty."""

@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, TypeAlias, TypeGuard
 
@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError, RecorderError, raised_by
 from scio_recorder.layer import Layer, counted
+from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.copies import is_dense
 
 # A key or attribute of the batch, an argument of forward, or a function of the batch.
 Name: TypeAlias = str | Callable[[Any], Any]
 Fields: TypeAlias = Sequence[str] | Mapping[str, Name]
 Dims: TypeAlias = tuple[str, ...]
-# Tensors, and their shapes at labelling, if known.
-Shapes: TypeAlias = list[tuple[Tensor, tuple[int, ...] | None]]
 
 # Columns that are made here, or for passes that continue earlier samples.
 _OWN = ("sample", "position", "step")
@@ -261,8 +260,8 @@ class Source:
         The network.
     batch : any
         The loader's batch.
-    arguments : mapping
-        The arguments of the network's forward for it, by name.
+    inputs : Inputs
+        The network's inputs for it.
     number : int
         The number of the batch, for messages.
     layer : Layer
@@ -277,12 +276,17 @@ class Source:
 
     net: nn.Module
     batch: Any
-    arguments: Mapping[str, Any]
+    inputs: Inputs
     number: int
     layer: Layer
     labelled: Any = None
     has: dict[str, bool] | None = None
     is_part: bool = False
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the network's forward, by name."""
+        return self.inputs.named(self.net)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -304,9 +308,23 @@ class Source:
         shape = shapes.get(name)
         return shape if _is_shape(shape) else None
 
-    def shapes_at_labelling(self) -> Shapes:
-        """Return each tensor among the arguments with the shape that it had at labelling."""
+    @cached_property
+    def shapes_at_labelling(self) -> list[tuple[Tensor, tuple[int, ...] | None]]:
+        """Each tensor among the arguments, with its shape at labelling if known."""
         return [(value, self.labelled_shape(name)) for name, value in self.tensors.items()]
+
+    def number_at_labelling(self, number: int) -> tuple[int] | None:
+        """Return the number of samples at labelling, if an argument that counts them shows it.
+
+        Parameters
+        ----------
+        number : int
+            The number of samples in this batch.
+        """
+        for value, before in self.shapes_at_labelling:
+            if before and len(before) == value.ndim and len(value) == number:
+                return (before[0],)
+        return None
 
     def labelled_as(self, name: str, number: int) -> tuple[int, ...] | None:
         """Return an argument's leading dimensions at labelling, if known.

@@ -169,7 +169,7 @@ class Parts:
         """Take parts until none is left that can be taken, and return the recording."""
         pattern = self._collection((), 0)
         _check_mergeable(pattern.layers)
-        settings = pattern.job(is_shared=True).shared_settings()
+        settings = pattern.job(pattern.settings(is_shared=True)).shared_settings()
         self._weights = settings["weights"]
         header = {"architecture": self.capture.architecture.to_dict(), **settings}
         holder = {"machine": machine(), "host": socket.gethostname(), "pid": os.getpid()}

@@ -161,16 +161,13 @@ def test_resuming_with_the_same_versions_is_quiet(package: ModuleType, tmp_path:
 
 def without(monkeypatch: pytest.MonkeyPatch, value: Any = None) -> None:
     """Let recordings be described as those of earlier versions are, or with another value."""
-    job = collection.Collection.job
+    settings = collection.Collection.settings
 
     def described(self: Any, **options: Any) -> Any:
-        made = job(self, **options)
-        del self._settings["made_with"]
-        if value is not None:
-            self._settings["made_with"] = value
-        return made
+        others = {k: v for k, v in settings(self, **options).items() if k != "made_with"}
+        return others if value is None else {**others, "made_with": value}
 
-    monkeypatch.setattr(collection.Collection, "job", described)
+    monkeypatch.setattr(collection.Collection, "settings", described)
 
 
 def test_recordings_of_earlier_versions_open_and_go_on(

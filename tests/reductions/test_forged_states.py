@@ -88,7 +88,7 @@ def test_a_recording_with_right_checksums(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(
-        "scio_recorder.recording.intake.states_of", lambda given: forge(states_of(given))
+        "scio_recorder.recording.collect_sink.states_of", lambda given: forge(states_of(given))
     )
     with pytest.raises(KeyboardInterrupt):
         rnet.collect(interrupted(), store=store, reduce=Moments())

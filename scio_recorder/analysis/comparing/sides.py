@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias, cast
@@ -24,7 +24,7 @@ from scio_recorder.layer import Layer, RowIdx, counted, few
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import refuse_unkeepable
 from scio_recorder.recording import Recording
-from scio_recorder.recording.advice import advise_second_element, raise_for_batch, refuse_sample
+from scio_recorder.recording.advice import Advice, raise_for_batch
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.made_with import made_with
 from scio_recorder.recording.rows import BatchRows, Rows, Source
@@ -418,10 +418,14 @@ def _batches(
 ) -> Iterator[SampleBlock]:
     """Yield the batches, and check that a recording has just their samples."""
     block, missing, has_rows = None, list[SampleId](), dict[str, bool]()
+    advice = Advice(net.net, replace(feed.asked, rows=rows))
+    root = net.architecture[0, 1]
     for batch, _ in feed:
-        if feed.number == 0 and feed.asked.to_inputs is None:
-            advise_second_element(net.net, batch)
-        block = _block(net, batch, feed, rows, has_rows)
+        inputs = net.feed.inputs(batch)
+        source = Source(net.net, batch, inputs, feed.number, root, root.input_shape, has_rows)
+        if feed.number == 0:
+            advice.look_at(source)
+        block = _block(net, source, feed, rows)
         feed.num_samples += len(block.ids)
         missing += [one for side in recordings for one in side.missing(block.ids)]
         if not missing:
@@ -437,19 +441,12 @@ def _batches(
             refuse_missing(side.unseen(), "the batches", f"the {side.what} has")
 
 
-def _block(
-    net: NetworkSide, batch: Any, feed: Feed, rows: Rows | None, has_rows: dict[str, bool]
-) -> SampleBlock:
+def _block(net: NetworkSide, source: Source, feed: Feed, rows: Rows | None) -> SampleBlock:
     """Return the samples of a batch."""
-    inputs, root = net.feed.inputs(batch), net.architecture[0, 1]
-    shapes = root.input_shape
+    batch, inputs = source.batch, source.inputs
     if rows is None:
-        if feed.number == 0 and feed.asked.sample_ids is None:
-            source = Source(net.net, batch, inputs.named(net.net), 0, root, shapes)
-            refuse_sample(source.shapes_at_labelling(), inputs)
         ids, _ = feed.ids(batch, inputs)
         return SampleBlock(ids, batch, net.feed, taken_apart(inputs), feed.number)
-    source = Source(net.net, batch, inputs.named(net.net), feed.number, root, shapes, has_rows)
     found = rows.of(source)
     ids, _ = feed.ids(batch, inputs, found.num_samples)
     lengths = torch.bincount(found.columns["sample"], minlength=len(ids)).tolist()
