@@ -84,8 +84,8 @@ LIBRARIES = ("transformers.utils.output_capturing",)
 _Hooks = tuple[nn.Module, str, "OrderedDict[int, Any]"]
 
 
-def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> Iterator[_Hooks]:
-    """Yield new dictionaries of hooks, which have only those that are a part of the network.
+def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> list[_Hooks]:
+    """Return new dictionaries of hooks, which have only those that are a part of the network.
 
     Parameters
     ----------
@@ -94,10 +94,11 @@ def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> Iterato
     libraries : tuple of str
         Beginnings of the names of Python modules: what these define is a part of a network.
 
-    Yields
-    ------
-    tuple
-        The module, the name of one of its dictionaries, and what should take its place.
+    Returns
+    -------
+    list of tuple
+        The module, the name of one of its dictionaries that are not empty, and what should take its
+        place.
 
     Examples
     --------
@@ -111,8 +112,9 @@ def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> Iterato
     [True]
     """
     modules = {id(module) for module in net.modules()}
+    replacements: list[_Hooks] = []
     for module in net.modules():
-        names = [name for name in private.HOOK_DICTIONARIES if name in vars(module)]
+        names = [name for name in private.HOOK_DICTIONARIES if vars(module).get(name)]
         # Other dictionaries say about the same hooks how to call them.
         own = {
             key
@@ -122,7 +124,9 @@ def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> Iterato
         }
         for name in names:
             hooks = vars(module)[name].items()
-            yield module, name, OrderedDict((key, hook) for key, hook in hooks if key in own)
+            kept = OrderedDict((key, hook) for key, hook in hooks if key in own)
+            replacements.append((module, name, kept))
+    return replacements
 
 
 def leave_own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> None:
@@ -135,7 +139,7 @@ def leave_own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> N
     libraries : tuple of str
         As in `own_hooks`.
     """
-    for module, name, hooks in list(own_hooks(net, libraries)):
+    for module, name, hooks in own_hooks(net, libraries):
         vars(module)[name] = hooks
 
 

@@ -236,7 +236,9 @@ class Following:
                 stack.callback(setattr, kind, "to_local", given)
                 kind.to_local = lambda tensor, **how: self._taken(tensor, given(tensor, **how))
             stack.enter_context(hooked(self._net, after=self._end))
-            stack.enter_context(private.operations_made_by(self._operate))
+            stack.enter_context(
+                private.operations_made_by(lambda mode, *call: self._operate(*call))
+            )
             yield
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -252,8 +254,8 @@ class Following:
             self._waiting.append(local)
         return local
 
-    def _operate(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        result = operation(*args, **kwargs)
+    def _operate(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **kwargs or {})
         given = list(tensors((args, kwargs)))
         if any(map(is_dtensor, given)):
             self._count(given)

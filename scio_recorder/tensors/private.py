@@ -520,6 +520,12 @@ def set_function_modes(modes: list[Any]) -> None:
         torch._C._push_on_torch_function_stack(mode)
 
 
+@needs("torch._C.DisableTorchFunction", "labelling")
+def no_function_modes() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which no function mode takes the calls of this thread."""
+    return torch._C.DisableTorchFunction()
+
+
 def is_exporting() -> bool:
     """Whether the running code is being exported; dynamo can follow this.
 
@@ -592,14 +598,15 @@ def run_without_overrides(function: Callable[..., Any], args: Any, kwargs: Any) 
 
 @needs("torch.utils._python_dispatch.TorchDispatchMode", "force_static_flow")
 def operations_made_by(call: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a function runs every operation of this thread."""
+    """Return a context in which a function runs every operation of this thread.
+
+    It is given the mode, the operation, the types of tensors other than torch's own, and what the
+    operation receives: a tuple, and a dictionary unless there are no keywords.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return call(func, args, kwargs or {})
-
     # Torch would wrap a mode with its own method in a function that imports the compiler.
-    bases = type("Calling", (), {"__torch_dispatch__": dispatch}), TorchDispatchMode
+    bases = type("Calling", (), {"__torch_dispatch__": call}), TorchDispatchMode
     return type("Mode", bases, {})()  # type: ignore[no-any-return]  # a context manager
 
 

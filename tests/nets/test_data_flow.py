@@ -14,8 +14,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 from scio_recorder import Recorder
 from scio_recorder.errors import FlowError
-from scio_recorder.nets.labelling import data_flow, label
-from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
+from scio_recorder.nets.labelling import data_flow
+from scio_recorder.nets.labelling.data_flow import ValueRequests, check_static_flow
 from scio_recorder.nets.labelling.label import label_net
 from tests.rotation import one_in
 from tests.zoo import CASES
@@ -667,44 +667,31 @@ def test_a_net_that_does_something_else_each_time_gives_no_answer():
     check_static_flow(build(vary), (DATA,), {})
 
 
-@pytest.mark.parametrize(
-    ("function", "asks"),
-    [
-        (looks_at_shapes, False),
-        (lambda net, x: net.a(x[torch.tensor([0, 1])]), False),
-        (branch_on_a_list, True),
-        (indexes_with_a_mask, True),
-        (uses_items_in_arithmetic, True),
-    ],
-)
-def test_only_nets_that_ask_for_values_are_looked_at_closer(function, asks, monkeypatch):
-    looked_at = []
-    monkeypatch.setattr(label, "check_static_flow", lambda *_, **__: looked_at.append(1))
-    label.label_net(build(function), input_data=DATA)
-    assert bool(looked_at) is asks
-
-
 def test_what_an_interruption_leaves_of_torchs_modes_does_nothing(monkeypatch):
     # An interruption between a mode's work and its being taken off leaves it where it is.
-    left = Flow.__exit__
+    left = ValueRequests.__exit__
 
-    def interrupted(self: Flow, *details: object) -> None:
+    def interrupted(self: ValueRequests, *details: object) -> None:
         raise KeyboardInterrupt
 
-    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    net = build(branch_on_sum)
     with monkeypatch.context() as patch:
-        patch.setattr(Flow, "__exit__", interrupted)
+        patch.setattr(ValueRequests, "__exit__", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            Recorder(net, input_size=(1, 2))
-    [flow] = _get_current_function_mode_stack()
+            Recorder(build(looks_at_shapes), input_data=DATA)
+        with pytest.raises(KeyboardInterrupt):
+            check_static_flow(net, (DATA,), {})
+    requests, flow = _get_current_function_mode_stack()
     try:
         steps = len(flow.steps)
-        assert bool(net(torch.ones(1, 2)).sum() > -1)
-        assert len(flow.steps) == steps
+        net(DATA)
+        assert len(flow.steps) == steps > 0
+        assert not requests.were_made
         assert torch.is_grad_enabled()
-        assert not net[0]._forward_pre_hooks
+        assert not net.a._forward_pre_hooks
     finally:
         left(flow, None, None, None)
+        left(requests, None, None, None)
 
 
 # What a forward was told; labelling leaves no trace in anything but global variables.
@@ -724,3 +711,26 @@ def test_a_value_that_was_written_to_is_told_anew():
     label_net(build(total_that_grows), input_data=DATA)
     # Made-up answers come later.
     assert TOLD[:2] == [float(DATA.sum()), float(DATA.sum() + 1)]
+
+
+@pytest.mark.parametrize(
+    ("function", "asks"),
+    [
+        (looks_at_shapes, False),
+        (lambda net, x: net.a(x[torch.tensor([0, 1])]), False),
+        (indexes_with_a_mask, True),
+        (uses_items_in_arithmetic, True),
+        (counts_what_it_made_itself, True),
+        (leaves_torch, True),
+        (lambda net, x: net.a(x) * x.tolist()[0][0], True),
+    ],
+)
+def test_only_nets_that_ask_for_values_run_again(function, asks):
+    def told(net, x):
+        TOLD.append(1.0)
+        return function(net, x)
+
+    for is_checked in (True, False):
+        TOLD.clear()
+        label_net(build(told), input_data=DATA, force_static_flow=is_checked)
+        assert (len(TOLD) > 1) is (asks and is_checked)

@@ -6,6 +6,7 @@ Those of `private` itself run in the package as well.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -230,6 +231,15 @@ def replaces_modes(set_modes: Callable[[list[Any]], None]) -> bool:
     return mode.calls == [Tensor.exp] and outer.calls == [Tensor.log]
 
 
+def takes_no_calls(no_modes: Callable[[], contextlib.AbstractContextManager[None]]) -> bool:
+    tensor = torch.ones(1, device="cpu")
+    with Notes() as mode:
+        with no_modes():
+            tensor.exp()
+        tensor.log()
+    return mode.calls == [Tensor.log]
+
+
 def sees_that_saved_tensors_may_change(allows: Callable[[], bool]) -> bool:
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         is_inside = allows()
@@ -272,9 +282,9 @@ def passes_by(run: Callable[[Callable[..., Any], Any, Any], Any]) -> bool:
 def sees_operations(made_by: Callable[[Any], Any]) -> bool:
     asking = []
 
-    def call(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(mode: Any, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asking.append(torch.Tag.data_dependent_output in operation.tags)
-        return operation(*args, **kwargs)
+        return operation(*args, **kwargs or {})
 
     with made_by(call):
         is_positive = bool(torch.ones(1, device="cpu") > 0)
@@ -316,6 +326,7 @@ EXAMPLES: dict[str, Callable[[Any], bool]] = {
     "plain_call": runs_hooks_too,
     "function_modes": finds_modes,
     "set_function_modes": replaces_modes,
+    "no_function_modes": takes_no_calls,
     "allows_mutation": sees_that_saved_tensors_may_change,
     "generation_in": finds_generation,
     "make_wrapper": has_shape_only,

@@ -2,14 +2,14 @@
 
 NOTE [Other answers]
 
-A network that asks for no value that depends on its data goes the same way on all data of the same
-shapes. Most networks are of that kind, and need no closer look. If a network asks, copies of it run
-again, and each gets a false answer to one of these questions: another number, or another number of
-hits of a mask. If such a copy calls other functions of torch, or the same ones on other tensors,
-the answer has decided what runs: that is a branch on data. If it makes the same calls, it only
-computed with the answer. If it raises, the question was a check of the data, unless other modules
-ran before. Neither source nor byte code is read: they differ between versions of Python, or are
-unavailable.
+A network that asks for no value goes the same way on all data of the same shapes. Most networks are
+of that kind, and need no closer look than `ValueRequests` in their only run. If a network asks,
+copies of it run again, and each gets a false answer to one question about a value that depends on
+its data: another number, or another number of hits of a mask. If such a copy calls other functions
+of torch, or the same ones on other tensors, the answer has decided what runs: that is a branch on
+data. If it makes the same calls, it only computed with the answer. If it raises, the question was a
+check of the data, unless other modules ran before. Neither source nor byte code is read: they
+differ between versions of Python, or are unavailable.
 
 Unless they are traced, libraries look at masks, and drop those that hide nothing. That is no branch
 of the network. So in copies, tensors of flags and integers claim to be traced.
@@ -93,7 +93,48 @@ class _Step(NamedTuple):
     others: tuple[str, ...]
 
 
-class Flow(LibraryMode):
+class ValueRequests(LibraryMode):
+    """Notes whether a pass of a net asks for values, or for sizes that depend on values.
+
+    Attributes
+    ----------
+    were_made : bool
+        Whether it has asked, also for values that do not depend on its data.
+
+    Examples
+    --------
+    >>> requests = ValueRequests()
+    >>> with requests.followed():
+    ...     is_positive = bool(torch.ones(3).sum() > 0)
+    >>> requests.were_made
+    True
+    """
+
+    were_made = False
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the operations of this thread inside the block."""
+        try:
+            self.is_paused = False
+            with private.operations_made_by(lambda mode, *call: self._operate(*call)), self:
+                yield
+        finally:
+            # An interruption can leave a torch mode active, which must do nothing then.
+            self.is_paused = True
+
+    def take(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function."""
+        self.were_made |= func in _HANDING_OUT
+        return func(*args, **kwargs)
+
+    def _operate(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.is_paused:
+            self.were_made |= _tells_value(operation) or _dim_of_hits(operation, args) is not None
+        return operation(*args, **kwargs or {})
+
+
+class Flow(ValueRequests):
     """The path that a pass of a net takes.
 
     Parameters
@@ -140,16 +181,8 @@ class Flow(LibraryMode):
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """Follow the operations of this thread inside the block."""
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(hooked(self._net, before=self._enter))
-                self.is_paused = False
-                stack.enter_context(private.operations_made_by(self._call_operation))
-                stack.enter_context(self)
-                yield
-        finally:
-            # An interruption can leave a torch mode active, which must do nothing then.
-            self.is_paused = True
+        with hooked(self._net, before=self._enter), super().followed():
+            yield
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the net once more, and note whether it fails."""
@@ -219,14 +252,16 @@ class Flow(LibraryMode):
         self.steps.append(_Step(called, origins, others))
         return tensors
 
-    def _call_operation(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _operate(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **kwargs or {})
         if self.is_paused:
-            return operation(*args, **kwargs)
+            return result
         self._is_on_data |= torch.Tag.nondeterministic_seeded in operation.tags
-        result = operation(*args, **kwargs)
-        if self._is_on_data and torch.Tag.dynamic_output_shape in operation.tags:
-            return self._with_hits(result, _dim_of_hits(operation, args))
-        if self._is_on_data and torch.Tag.data_dependent_output in operation.tags:
+        if not self._is_on_data:
+            return result
+        if (dim := _dim_of_hits(operation, args)) is not None:
+            return self._with_hits(result, dim)
+        if _tells_value(operation):
             return self._answer_for(args, [result, *other_values(result)])
         return result
 
@@ -239,11 +274,10 @@ class Flow(LibraryMode):
             self._answered[asked] = asked._version, self._answer(choices)
         return self._answered[asked][1]
 
-    def _with_hits(self, found: Any, dim: int | None) -> Any:
-        """Return what an operation has found, or another number of hits."""
-        if dim is None or (hits := self._answer([None, *_HITS])) is None:
-            return found
-        return map_tensors(partial(_resized, hits, dim), found)
+    def _with_hits(self, result: Any, dim: int) -> Any:
+        """Return the result of an operation, or one of another number of hits."""
+        hits = self._answer([None, *_HITS])
+        return result if hits is None else map_tensors(partial(_resized, hits, dim), result)
 
     def _answer(self, choices: Sequence[Any]) -> Any:
         """Return the answer that the net gets."""
@@ -407,8 +441,15 @@ def _filled(value: Any, number: float) -> Any:
     return type(value)(number)
 
 
+def _tells_value(operation: Any) -> bool:
+    """Whether an operation returns no tensor, but what is in one."""
+    return torch.Tag.data_dependent_output in operation.tags
+
+
 def _dim_of_hits(operation: Any, args: tuple[Any, ...]) -> int | None:
     """Return the dimension of a result whose size is an unknown number of hits of a mask."""
+    if torch.Tag.dynamic_output_shape not in operation.tags:
+        return None
     if operation is not torch.ops.aten.index.Tensor:
         return 0
     # Integers as indices give a known size.
@@ -416,8 +457,8 @@ def _dim_of_hits(operation: Any, args: tuple[Any, ...]) -> int | None:
     return [index is None for index in args[1]].index(False) if has_mask else None
 
 
-def _resized(hits: int, dim: int, found: Tensor) -> Tensor:
-    shape = [*found.shape]
+def _resized(hits: int, dim: int, result: Tensor) -> Tensor:
+    shape = [*result.shape]
     length, shape[dim] = shape[dim], hits
-    rows = torch.arange(hits, device=found.device)
-    return found.index_select(dim, rows % length) if length else found.new_zeros(shape)
+    rows = torch.arange(hits, device=result.device)
+    return result.index_select(dim, rows % length) if length else result.new_zeros(shape)

@@ -16,7 +16,7 @@ from torch import nn
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
 from scio_recorder.layer import DepthIdx, Label, Layer, Operation, describe, shapes_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.labelling.data_flow import Flow, check_static_flow
+from scio_recorder.nets.labelling.data_flow import ValueRequests, check_static_flow
 from scio_recorder.nets.labelling.operation_trace import OperationTrace
 from scio_recorder.nets.labelling.torchinfo import (
     CallTrace,
@@ -96,8 +96,8 @@ def label_net(
             inputs = _inputs(net, keywords, further)
         except Exception as error:
             raise LabellingError(failed_run(net, keywords, error)) from error
-        labelled = _label(net, keywords, inputs)
-        if force_static_flow and labelled.flow.questions:
+        labelled = _label(net, keywords, inputs, is_followed=force_static_flow)
+        if labelled.asks_for_values:
             check_static_flow(net, *inputs, mode=keywords["mode"], grad=labelled.grad)
     if keywords["verbose"]:
         print(labelled.statistics)
@@ -191,7 +191,7 @@ class _Labelled(NamedTuple):
 
     statistics: Statistics
     architecture: Architecture
-    flow: Flow
+    asks_for_values: bool
     grad: bool
     trace: CallTrace
 
@@ -201,6 +201,8 @@ def _label(
     keywords: Mapping[str, Any],
     inputs: Inputs,
     trace: type[CallTrace] = CallTrace,
+    *,
+    is_followed: bool = False,
 ) -> _Labelled:
     failure: _FailedRunError | None = None
     in_step = is_sharded(net)
@@ -210,10 +212,10 @@ def _label(
     has_hooks = any(any(private.forward_hooks(module)) for module in net.modules())
     hook_choices = (False, True) if has_hooks and not in_step else (False,)
     # Functions that compile themselves, such as `flex_attention`, fail while they are followed.
-    follow_choices = (True,) if in_step else (trace is CallTrace, False)
+    follow_choices = (is_followed,) if in_step else dict.fromkeys((is_followed, False))
     choices = itertools.product(follow_choices, hook_choices, (False, True))
-    for is_followed, keep_hooks, grad in choices:
-        run = partial(_dry_run, net, keywords, inputs, trace, grad, is_followed)
+    for follow, keep_hooks, grad in choices:
+        run = partial(_dry_run, net, keywords, inputs, trace, grad, follow)
         try:
             return _label_in_step(net, run) if in_step else _label_once(net, run, keep_hooks)
         except _FailedRunError as error:
@@ -261,8 +263,8 @@ def _dry_run(
     twin: nn.Module,
 ) -> _Labelled:
     """Run a copy of the network, or itself."""
-    trace, flow = trace_type(net, twin, keywords["batch_dim"]), Flow(twin)
-    block = flow.followed() if is_followed else contextlib.nullcontext()
+    trace, requests = trace_type(net, twin, keywords["batch_dim"]), ValueRequests()
+    block = requests.followed() if is_followed else contextlib.nullcontext()
     args, kwargs = copy_inputs(inputs)
     with quiet(), trace.watched(), block, torch.set_grad_enabled(grad):
         try:
@@ -286,7 +288,8 @@ def _dry_run(
         root = Row("", net, 0, None)
         root.depth_index, root.num_params = 1, statistics.total_params
         layers.insert(0, _layer(root, ""))
-    return _Labelled(statistics, Architecture(layers, _names(net, layers)), flow, grad, trace)
+    architecture = Architecture(layers, _names(net, layers))
+    return _Labelled(statistics, architecture, requests.were_made, grad, trace)
 
 
 def _layer(row: Row, name: str) -> Layer:

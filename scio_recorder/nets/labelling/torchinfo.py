@@ -11,7 +11,8 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torchinfo.layer_info import LayerInfo
 from scio_recorder.layer import describe, shapes_of
 from scio_recorder.nets.calling_names import CallingName, calling_name
 from scio_recorder.nets.hookable import hooked
+from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import is_dense
 from scio_recorder.tensors.private_distributed import FSDP, loaded, sizes_before_fsdp1
 from scio_recorder.tensors.structures import tensors
@@ -186,7 +188,8 @@ class CallTrace:
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Take the calls inside a block."""
-        return hooked(self._twin, before=self._start, after=self._end, always=True)
+        before, after = (partial(_without_modes, hook) for hook in (self._start, self._end))
+        return hooked(self._twin, before=before, after=after, always=True)
 
     def _add(self, module: nn.Module) -> Row:
         held = self._uncalled[id(module)]
@@ -226,6 +229,12 @@ class CallTrace:
         for row in self._rows if sizes else ():
             row.num_params = _num_before_fsdp1(row.module, sizes)
         return self._rows
+
+
+def _without_modes(hook: Callable[..., None], *call: Any) -> None:
+    """Call a hook, whose own questions about tensors are not those of the network."""
+    with private.no_function_modes():
+        hook(*call)
 
 
 def _input_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -52,7 +52,7 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     >>> twin.weight is net.weight, bool((twin.weight == net.weight).all())
     (False, True)
     """
-    kept = [] if keep_hooks else list(own_hooks(net))
+    kept = [] if keep_hooks else own_hooks(net)
     memo = {id(vars(module)[name]): hooks for module, name, hooks in kept} | _shared(net)
     try:
         # Python warns of copies of iterators that the network holds.
