@@ -1,21 +1,46 @@
-"""Events, their stashes, the log with places for late events, and its table."""
+"""Events, their log with places for late ones, and how calls log the gradients of their outputs.
+
+NOTE [In what order gradients are logged]
+
+Modules often return the tensor that their last child returned. Hooks on a tensor run in the order
+in which they were registered, the child's first, but in backpropagation the gradient of the outer
+module comes first. So each output of a node of the graph has one hook, which serves the calls that
+returned it in reverse.
+
+A call that returned several tensors makes one event, once all their gradients have come. If some
+never come, the event waits for the end of the backward pass. Modules inside the call are
+differentiated in the meantime, but come after it in the log, since its place is reserved.
+
+Of a tensor that existed before the call, the gradient is left out: see `capture.gradients`.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
-from scio_recorder.errors import ArgumentError, needing, warn
+from scio_recorder.capture.gradients import LEFT_OUT, CallStart
+from scio_recorder.errors import warn
 from scio_recorder.layer import few
+from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import version_counter, version_of
 from scio_recorder.tensors.structures import tensors
 
-if TYPE_CHECKING:
-    import pandas
-
+CHANGED = (
+    "it returns a view that is changed in place later, which removes the original view from "
+    "autograd's graph. Write that operation out of place, as x + 1 for x += 1 or ReLU() for "
+    "ReLU(inplace=True)"
+)
+REENTRANT = (
+    "it ran in a region of reentrant checkpointing, which makes its graph in the backward pass. "
+    "Write checkpoint(..., use_reentrant=False)"
+)
 
 # A place in a log: the stash of one event, or nothing yet.
 Entry: TypeAlias = list[Any]
@@ -47,8 +72,8 @@ class Stash:
     @property
     def first_value(self) -> Any:
         """The first tensor in the value; without tensors, the first item of any kind."""
-        found = tensors(self.value)
-        return found[0] if found else _first_item(self.value)
+        inside = tensors(self.value)
+        return inside[0] if inside else _first_item(self.value)
 
 
 @dataclass
@@ -148,62 +173,123 @@ def _first_item(value: Any) -> Any:
     return value
 
 
-Statistic: TypeAlias = Callable[[Tensor], Any]
+class _Calls(list["tuple[TrackedCall, int]"]):
+    """The calls that returned one tensor, each with the key of the tensor in it.
+
+    The graph holds them by the node that made the tensor, and goes with that.
+    """
 
 
-def event_frame(
-    stashes: Sequence[Any], stat: Statistic | Mapping[str, Statistic], stat_name: str | None
-) -> pandas.DataFrame:
-    """Return one row for each event, with one column for each statistic."""
-    with needing("frame", "a frame"):
-        import pandas
-
-    statistics = _named(stat, stat_name)
-    rows = [_row(stash, statistics) for stash in stashes]
-    return pandas.DataFrame(rows, columns=None if rows else ["name", "type", "grad", *statistics])
+def _receive(calls: weakref.ref[_Calls], gradient: Tensor | None) -> None:
+    gradient = None if gradient is None else private.unmapped(gradient)
+    for call, key in (calls() or [])[::-1]:
+        call.receive(key, gradient)
 
 
-def _named(
-    stat: Statistic | Mapping[str, Statistic], stat_name: str | None
-) -> Mapping[str, Statistic]:
-    if not isinstance(stat, Mapping):
-        stat = {stat_name or str(getattr(stat, "__name__", "value")): stat}
-    elif stat_name is not None:
-        raise ArgumentError(
-            f"stat_name={stat_name!r} names one statistic, but the keys of stat already name "
-            "several"
-        )
-    for name, function in stat.items():
-        if not callable(function) or name in ("name", "type", "grad"):
-            raise ArgumentError(
-                f"the statistic {name!r} is {function!r}: give a function Tensor -> number, such "
-                'as torch.std, or several by name, such as {"mean": torch.mean, "std": torch.std}; '
-                "the names name, type and grad are taken"
-            )
-    return stat
+class _PendingGradients(dict[int, "Tensor | None"]):
+    """The gradients of one call in one backward pass so far, and their place in the log."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__()
+        self.entry = entry
 
 
-def _row(stash: Any, statistics: Mapping[str, Statistic]) -> dict[str, Any]:
-    try:
-        row = {name: item for name, item in vars(stash).items() if name != "value"}
-        row["type"] = f"{stash.type.__module__}.{stash.type.__qualname__}"
-        first = stash.first_value
-    except (AttributeError, TypeError):
-        raise ArgumentError(
-            f"stash= turned an event into a {type(stash).__name__}, which doesn't fit into a "
-            "table: keep a scio_recorder.events.Stash(name, type, grad, value), or use "
-            "list(events)"
-        ) from None
-    if isinstance(first, Tensor) and not (first.is_floating_point() or first.is_complex()):
-        first = first.double()
-    for name, function in statistics.items():
-        row[name] = _number(function, first) if isinstance(first, Tensor) else None
-    return row
+class TrackedCall:
+    """One call of a module whose output can be differentiated.
 
+    The graph holds it, and it holds the log weakly.
 
-def _number(function: Statistic, tensor: Tensor) -> Any:
-    with warnings.catch_warnings():
-        # The deviation of a single number, such as a loss, is simply missing.
-        warnings.filterwarnings("ignore", message=".*degrees of freedom")
-        number = function(tensor)
-    return number.item() if isinstance(number, Tensor) else number
+    Parameters
+    ----------
+    name : str
+        The name of the module.
+    kind : type
+        Its class.
+    output : Any
+        What it returned.
+    start : CallStart
+        What there was when the call began.
+    log : EventLog
+        Takes the event.
+    """
+
+    def __init__(
+        self, name: str, kind: type[nn.Module], output: Any, start: CallStart, log: EventLog
+    ) -> None:
+        self._name = name
+        self._kind = kind
+        self._log = weakref.ref(log)
+        items = output if isinstance(output, tuple | list) else [output]
+        # As in torch's backward hooks, the entry of an item that is not a tensor is None.
+        outputs = [tensor for item in items for tensor in (*tensors(item),) or (None,)]
+        self._items = [id(tensor) for tensor in outputs]
+        # The keys of tensors with gradients, and of those among them that existed before.
+        self._awaited: set[int] = set()
+        self._older: set[int] = set()
+        self._views: list[tuple[Tensor, int]] = []
+        # By backward pass, whose engine holds them: a pass that fails leaves nothing.
+        self._received: weakref.WeakValueDictionary[int, _PendingGradients]
+        self._received = weakref.WeakValueDictionary()
+        self._is_logged = False
+        for tensor in {id(tensor): tensor for tensor in outputs}.values():
+            if tensor is not None and tensor.requires_grad:
+                self._listen(tensor, start)
+
+    def _listen(self, tensor: Tensor, start: CallStart) -> None:
+        node: Any = tensor.grad_fn
+        if node is None:
+            # A leaf outlives the graph, and so would a hook on it.
+            self._miss(LEFT_OUT)
+            return
+        self._awaited.add(id(tensor))
+        if start.has(tensor):
+            self._older.add(id(tensor))
+        elif private.base_of(tensor) is not None:
+            counter = version_counter(tensor)
+            self._views.append((counter, version_of(counter)))
+        calls = node.metadata.get((self._log, tensor.output_nr))
+        if calls is None:
+            calls = node.metadata[self._log, tensor.output_nr] = _Calls()
+            hook = unserializable_hook(partial(_receive, weakref.ref(calls)))  # type: ignore[no-untyped-call]  # torch leaves it without types
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        calls.append((self, id(tensor)))
+
+    def receive(self, key: int, gradient: Tensor | None) -> None:
+        """Take the gradient of one tensor."""
+        task, log = private.backward_pass(), self._log()
+        gradients = self._received.get(task)
+        if gradients is None:
+            gradients = _PendingGradients([] if log is None else log.reserve())
+            self._received[task] = gradients
+            private.call_at_end_of_backward(partial(self._end, gradients))
+        if key in self._older:
+            self._miss(LEFT_OUT)
+            gradient = None
+        gradients[key] = gradient
+        if len(gradients) == len(self._awaited):
+            self._end(gradients)
+
+    def _end(self, gradients: _PendingGradients) -> None:
+        """Log the gradients that have come, once."""
+        received, log = dict(gradients), self._log()
+        gradients.clear()
+        self._is_logged |= bool(received)
+        if log is not None and any(gradient is not None for gradient in received.values()):
+            self._check_views()
+            value = tuple(map(received.get, self._items))
+            log.add(Event(self._name, self._kind, True, value, (), {}), gradients.entry)
+            log.warn_of_missing()
+
+    def _check_views(self) -> None:
+        if any(version_of(view) != then for view, then in self._views):
+            self._miss(CHANGED)
+
+    def _miss(self, reason: str) -> None:
+        log = self._log()
+        if log is not None:
+            log.miss(self._name, reason)
+
+    def __del__(self) -> None:
+        # When a view is changed, autograd drops its node, and the calls with it.
+        if not self._is_logged:
+            self._check_views()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -14,9 +15,14 @@ from torch import Tensor, nn
 from scio_recorder.capture.checkpoint_regions import is_rerun, regions
 from scio_recorder.capture.gradients import CallStarts
 from scio_recorder.capture.hooks import CallHook, CallHooks
-from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError, warn
-from scio_recorder.events.event import Event, EventLog, Stash, Statistic, event_frame
-from scio_recorder.events.gradient_events import REENTRANT, TrackedCall
+from scio_recorder.errors import (
+    ArgumentError,
+    LayerNotFoundError,
+    UnsupportedNetError,
+    needing,
+    warn,
+)
+from scio_recorder.events.event import REENTRANT, Event, EventLog, Stash, TrackedCall
 from scio_recorder.layer import counted
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.offers import nearest
@@ -29,8 +35,7 @@ if TYPE_CHECKING:
 
 
 Pattern: TypeAlias = str | re.Pattern[str] | None
-
-
+Statistic: TypeAlias = Callable[[Tensor], Any]
 StashValue: TypeAlias = Callable[[Tensor], Any]
 StashEvent: TypeAlias = Callable[[Event], Any]
 
@@ -117,7 +122,7 @@ class Tracker:
             The argument is not a module, or hooks can't observe it.
         """
         check_supported(module)
-        modules = {name: one for name, one in module.named_modules() if takes_hooks(one)}
+        modules = {name: inner for name, inner in module.named_modules() if takes_hooks(inner)}
         names = _chosen(list(modules), include, exclude)
         self._register({name: modules[name] for name in names}, grad)
 
@@ -166,7 +171,7 @@ class Tracker:
         >>> list(events.to_frame({"mean": torch.mean, "largest": torch.max}).columns)
         ['name', 'type', 'grad', 'mean', 'largest']
         """
-        return event_frame(self.stashes, stat, stat_name)
+        return _frame(self.stashes, stat, stat_name)
 
     def __enter__(self) -> Self:
         return self
@@ -188,7 +193,7 @@ class Tracker:
 
     def _register(self, modules: Mapping[str, nn.Module], grad: bool) -> None:
         ends = (self._begin, self._take_with_gradients) if grad else (None, self._take)
-        self._hooks.add(*(CallHook(one, name, *ends) for name, one in modules.items()))
+        self._hooks.add(*(CallHook(module, name, *ends) for name, module in modules.items()))
 
     def _take(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if is_rerun():
@@ -289,9 +294,9 @@ def track(
         )
     if not isinstance(grad, bool):
         raise ArgumentError(f"grad={grad!r}: write True or False, and choose modules by include=")
-    for name, given in (("stash_value", stash_value), ("stash", stash)):
-        if given is not None and not callable(given):
-            raise ArgumentError(f"{name}={given!r}: give a function")
+    for name, function in (("stash_value", stash_value), ("stash", stash)):
+        if function is not None and not callable(function):
+            raise ArgumentError(f"{name}={function!r}: give a function")
     tracker = Tracker(stash or partial(_default_stash, stash_value or _copy_to_host))
     tracker.register_all(module, grad=grad, include=include, exclude=exclude)
     return tracker
@@ -317,11 +322,69 @@ def _chosen(names: list[str], include: Pattern, exclude: Pattern) -> list[str]:
     return [name for name in included if unwanted is None or not unwanted.search(name)]
 
 
-def _expression(name: str, given: Pattern) -> re.Pattern[str] | None:
+def _expression(name: str, pattern: Pattern) -> re.Pattern[str] | None:
     try:
-        return None if given is None else re.compile(given)
+        return None if pattern is None else re.compile(pattern)
     except (TypeError, re.error) as reason:
         raise ArgumentError(
-            f"{name}={given!r} is no regular expression ({reason}): write one text, such as "
+            f"{name}={pattern!r} is no regular expression ({reason}): write one text, such as "
             '"encoder|head"'
         ) from reason
+
+
+def _frame(
+    stashes: Sequence[Any], stat: Statistic | Mapping[str, Statistic], stat_name: str | None
+) -> pandas.DataFrame:
+    """Return one row for each event, with one column for each statistic."""
+    with needing("frame", "a frame"):
+        import pandas
+
+    statistics = _named(stat, stat_name)
+    rows = [_row(stash, statistics) for stash in stashes]
+    return pandas.DataFrame(rows, columns=None if rows else ["name", "type", "grad", *statistics])
+
+
+def _named(
+    stat: Statistic | Mapping[str, Statistic], stat_name: str | None
+) -> Mapping[str, Statistic]:
+    if not isinstance(stat, Mapping):
+        stat = {stat_name or str(getattr(stat, "__name__", "value")): stat}
+    elif stat_name is not None:
+        raise ArgumentError(
+            f"stat_name={stat_name!r} names one statistic, but the keys of stat already name "
+            "several"
+        )
+    for name, function in stat.items():
+        if not callable(function) or name in ("name", "type", "grad"):
+            raise ArgumentError(
+                f"the statistic {name!r} is {function!r}: give a function Tensor -> number, such "
+                'as torch.std, or several by name, such as {"mean": torch.mean, "std": torch.std}; '
+                "the names name, type and grad are taken"
+            )
+    return stat
+
+
+def _row(stash: Any, statistics: Mapping[str, Statistic]) -> dict[str, Any]:
+    try:
+        row = {name: item for name, item in vars(stash).items() if name != "value"}
+        row["type"] = f"{stash.type.__module__}.{stash.type.__qualname__}"
+        first = stash.first_value
+    except (AttributeError, TypeError):
+        raise ArgumentError(
+            f"stash= turned an event into a {type(stash).__name__}, which doesn't fit into a "
+            "table: keep a scio_recorder.events.Stash(name, type, grad, value), or use "
+            "list(events)"
+        ) from None
+    if isinstance(first, Tensor) and not (first.is_floating_point() or first.is_complex()):
+        first = first.double()
+    for name, function in statistics.items():
+        row[name] = _number(function, first) if isinstance(first, Tensor) else None
+    return row
+
+
+def _number(function: Statistic, tensor: Tensor) -> Any:
+    with warnings.catch_warnings():
+        # The deviation of a single number, such as a loss, is simply missing.
+        warnings.filterwarnings("ignore", message=".*degrees of freedom")
+        number = function(tensor)
+    return number.item() if isinstance(number, Tensor) else number

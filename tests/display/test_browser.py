@@ -312,15 +312,17 @@ def test_hostile_names_are_only_text(browser: Any, tmp_path: Path) -> None:
     assert browser.driver.title == "</title><script>x()</script>"
     names = browser.ask(ORDER.replace("cells[0]", "cells[1]"))
     assert names[-1] == "", "the net itself"
-    assert names[:6] == [
+    assert names[:-1] == [
         "<script>alert(1)</script>",
         "\"quoted\" & 'single'",
         "</script><img src=x onerror=alert(2)>",
         "משהו",
         "\\u202egnp-exe",
         "[red]markup[/red]",
+        "{{ 7 * 7 }}{% raw %}{# no more",
+        "línea\\nnueva\\x1b[31m",
+        "\\ud800",
     ]
-    assert names[6:-1] == ["línea\\nnueva\\x1b[31m", "\\ud800"]
     assert browser.ask("return document.documentElement.scrollWidth") <= 1280
 
 
