@@ -66,7 +66,6 @@ class Folder(Medium):
     reached, but for what the cache of the Hugging Face Hub keeps beside it.
     """
 
-    has_locks = True
     # What has just been read is still in the processor's cache when its checksum is compared.
     span_bytes = 4 << 20
 

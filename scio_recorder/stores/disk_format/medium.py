@@ -90,8 +90,6 @@ class Medium(abc.ABC):
     # The best number of bytes to read at a time, and of reads to run at once.
     span_bytes = 1 << 20
     num_readers = 1
-    # Whether `lock` keeps other writers out.
-    has_locks = False
 
     def path_of(self, name: str) -> str:
         """Return the path of ``name``, for messages."""

@@ -105,19 +105,15 @@ class RunWriter:
             raise RecordingError(f"{medium.path} is complete" + (f" for rank {rank}" * (rank > 0)))
         self.sample_ids = self.run.sample_ids()
         self._is_finishing = False
-        # The files with the tensors of the last states; only the last one counts.
-        self._states = list(filter(None, [self.run.state_file(rank)]))
-        # Whether this rank may have files that never counted or no longer do.
-        self._has_remains = (
+        # The files with the tensors of the last states that this writer has put.
+        self._states: list[str] = []
+        # Whether others may have left files of this rank that don't count.
+        self._has_leftovers = (
             self._right is None or self._right.is_inherited or bool(self.run.chunks[rank])
         )
         if self.run.chunks[rank]:
             # Found commits need not be durable: their writer may have been killed before that.
             medium.sync()
-        # Without a lock, another writer may be active that has lost its right, or never had any,
-        # and be about to commit and to refer to a state. It can't after our next commit.
-        if self._right is None and medium.has_locks:
-            self._clear()
 
     @classmethod
     def create(
@@ -262,7 +258,6 @@ class RunWriter:
             # The last but one stays for readers that have just found it.
             self._remove(self._states[:-1])
             self._states = [*self._states[-1:], state_name(self._rank, token)]
-        self._clear()
 
     def finish(self) -> None:
         """Declare this rank's part complete; the recording is complete when all parts are.
@@ -279,8 +274,7 @@ class RunWriter:
             write = file_writer({}, {**listed, "commits": None})
         self._put(manifest_name(self._rank), write)
         self.run.closed.add(self._rank)
-        self._remove(self._states[:-1])
-        self._clear()
+        self._remove_what_does_not_count()
         self.abort()
 
     def _put(self, name: str, write: Callable[[WriteAt], str]) -> str:
@@ -291,8 +285,8 @@ class RunWriter:
                 written = self._medium.put(name, f"{self._rank:05d}", write)
             except OSError:
                 # It can leave a state to which no commit refers.
-                self._has_remains = True
-                # The writer that has the right now has removed the unfinished file.
+                self._has_leftovers = True
+                # The writer that has the right now may have removed the unfinished file.
                 self._check_right()
                 raise
             self._check_right()
@@ -365,13 +359,19 @@ class RunWriter:
             "state": None if state is None else {"value": state.value, "file": token},
         }
 
-    def _clear(self) -> None:
-        """Remove this rank's files that never counted or no longer do, if there may be any."""
-        if self._has_remains:
-            self._has_remains = False
-            states = self._medium.names(state_name(self._rank, "").partition(".")[0])
-            self._remove(one for one in states if _STATE.fullmatch(one) and one not in self._states)
-            self._remove(self._medium.unfinished(f"{self._rank:05d}"))
+    def _remove_what_does_not_count(self) -> None:
+        """Remove this rank's files that don't count, whoever put them.
+
+        Only now that the manifest stands: another writer may be active that has lost its right, or
+        never had any, and be about to commit and to refer to a state. It can't behind a manifest.
+        """
+        names, current = self._states, self.run.state_file(self._rank)
+        if self._has_leftovers:
+            with suppress(OSError):
+                listed = self._medium.names(state_name(self._rank, "").partition(".")[0])
+                names = list(filter(_STATE.fullmatch, listed))
+                names += self._medium.unfinished(f"{self._rank:05d}")
+        self._remove(name for name in names if name != current)
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:

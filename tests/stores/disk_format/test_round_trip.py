@@ -166,7 +166,8 @@ def test_state_is_the_last_one_committed_and_takes_bounded_space(tmp_path):
         assert len(list(path.glob("state-*"))) == 2
     with RunReader(path) as reader:
         assert reader.read_state() == state_after(20)
-    RunWriter.resume(path).abort()
+    with RunWriter.resume(path) as writer:
+        writer.finish()
     assert len(list(path.glob("state-*"))) == 1
 
 

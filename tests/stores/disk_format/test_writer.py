@@ -121,25 +121,25 @@ def test_many_attempts_make_one_recording(tmp_path):
     check_complete(tmp_path)
 
 
-@pytest.mark.parametrize("then", [resume, lambda path: write_rest(path, [])])
-def test_what_does_not_count_is_cleared_away(tmp_path, then):
+def test_what_others_left_is_removed_once_the_manifest_stands(tmp_path):
     make_run(tmp_path, finish=False)
     kept = {path.name for path in tmp_path.iterdir()}
-    (state,) = sorted(tmp_path.glob("state-*"), key=os.path.getmtime)[1:]
-    for name in (
+    left = {
         "state-00000-0123456789abcdef.safetensors",
         "chunk-00000-00000003.safetensors.00000-0123456789abcdef.tmp",
         "recording.safetensors.00000-0123456789abcdef.tmp",
-    ):
-        (tmp_path / name).write_bytes(b"left by a killed writer")
+    }
     others = {"notes.txt", "chunk-00001-00000003.safetensors.00001-0123456789abcdef.tmp"}
-    for name in others:
-        (tmp_path / name).write_text("of somebody else")
-    then(tmp_path)
+    for name in left | others:
+        (tmp_path / name).write_bytes(b"not of this writer")
+    resume(tmp_path).abort()
+    # They may be of a writer that is alive.
+    assert {path.name for path in tmp_path.iterdir()} == kept | left | others
+    write_rest(tmp_path, [])
+    states = {path.name for path in tmp_path.glob("state-*")}
     names = {path.name for path in tmp_path.iterdir()} - {"manifest-00000.safetensors"}
-    states = {name for name in kept if name.startswith("state")} - {state.name}
-    assert names == kept - states | others
-    write_rest(tmp_path, []) if then is resume else None
+    assert len(states) == 1
+    assert names == {name for name in kept if not name.startswith("state")} | states | others
     check_complete(tmp_path)
 
 
