@@ -16,6 +16,7 @@ The tree::
     ├── RecordingError      (OSError)       a recording on disk that can't be trusted
     ├── RecomputeError      (LookupError)   an activation that can't be recomputed
     ├── ComparisonError     (ValueError)    runs that can't be compared
+    ├── CheckError          (AssertionError) recording changed something, or a record is wrong
     ├── NonFiniteError      (ArithmeticError) a NaN or an infinity was made
     ├── AttentionError      (ArithmeticError) weights of attention that can't be had
     ├── MissingPackageError (ModuleNotFoundError) a package of an extra is not installed
@@ -41,6 +42,7 @@ from typing import Any
 __all__ = [
     "ArgumentError",
     "AttentionError",
+    "CheckError",
     "CollectError",
     "CollectWarning",
     "ComparisonError",
@@ -159,6 +161,12 @@ class RecomputeError(RecorderError, LookupError):
 
 class ComparisonError(RecorderError, ValueError):
     """Two runs can't be compared as asked."""
+
+
+class CheckError(RecorderError, AssertionError):
+    """A recorded network is not the bare one, or a record is wrong; ``layer`` says whose."""
+
+    layer: Any = None
 
 
 class NonFiniteError(RecorderError, ArithmeticError):

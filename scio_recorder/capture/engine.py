@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,6 +137,16 @@ class Capture:
         self._latest = _Latest()
         self._compiled = None
         self._known.clear()
+
+    @contextlib.contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Take the hooks away inside the block, and keep the records."""
+        self._hooks.detach()
+        try:
+            yield
+        finally:
+            if not self._is_removed:
+                self._hooks.attach()
 
     @property
     def latest(self) -> tuple[dict[str, Any], CompiledPass | None]:

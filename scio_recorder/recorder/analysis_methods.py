@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from scio_recorder.analysis.checking import CheckReport
     from scio_recorder.analysis.guarding.guard import Action, Guard
     from scio_recorder.analysis.sweep import Effects
     from scio_recorder.events import Tracker
@@ -33,6 +34,49 @@ if TYPE_CHECKING:
 
 class AnalysisMethods(Collecting):
     """The part of a recorder that asks questions about passes, or shares work with others."""
+
+    def check(self, *args: Any, **kwargs: Any) -> CheckReport:
+        """Check on this network that records are right and that recording changes nothing.
+
+        The network runs four times without a trace, twice bare and twice recorded. Records must
+        be, bit for bit, copies that another hook took at the call. The output, gradients (in
+        gradient mode, if it has any), buffers, random numbers and training flags must be those of
+        the bare network. What two bare runs do differently is listed and not judged.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            The inputs of the network. The selected layers are checked; if none is, all layers.
+
+        Returns
+        -------
+        CheckReport
+            What was compared; it can be printed.
+
+        Raises
+        ------
+        CheckError
+            Something differs. The message names the first layer, which is ``error.layer``, or what
+            the recorded network does differently.
+        FlowError
+            A module with a recorded layer ran more or less often than at labelling.
+        UnsupportedNetError
+            The network is compiled or sharded.
+
+        Examples
+        --------
+        >>> from torch import nn, ones
+        >>> from scio_recorder import Recorder
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True))
+        >>> rnet = Recorder(net, input_size=(1, 2))
+        >>> print(rnet.check(ones(4, 2)))
+        no difference in 2 recorded passes
+        records equal to copies taken at the call: 3 layers, 1-1 0 (Linear), 1-2 1 (ReLU), 0-1 ...
+        as in a bare run: output, random numbers, training flags, hooks, 2 gradients
+        """
+        from scio_recorder.analysis.checking import check
+
+        return check(self.capture, args, kwargs)
 
     def track(self, **options: Any) -> Tracker:
         """Log the outputs of the net's modules, and the gradients with respect to them.

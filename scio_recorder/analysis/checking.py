@@ -1,0 +1,351 @@
+"""A check on a user's own network of what recording promises.
+
+NOTE [What is checked]
+
+The network runs twice as it is, without a hook of the recorder, and is then recorded twice, each
+time from the same state. The first recorded pass in a setting copies what layers return, and the
+second refers to it, so both ways of keeping are seen. What a record must be is known from a hook
+that shares no code with those of the recorder: it stands next to them and copies at once. What the
+network must do is known from the first bare run. What the second bare run does differently is not
+judged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.analysis.comparing.measures import Tolerance, measure, paired_outputs
+from scio_recorder.capture.around import Uncopied
+from scio_recorder.capture.checkpoint_regions import is_rerun
+from scio_recorder.capture.engine import Capture, refuse_transforms
+from scio_recorder.errors import (
+    ArgumentError,
+    CheckError,
+    ComparisonError,
+    MutationError,
+    RecorderError,
+    UnsupportedNetError,
+)
+from scio_recorder.layer import Layer, OperationIdx, RowIdx, counted, describe, few
+from scio_recorder.nets.records import shown_shapes
+from scio_recorder.nets.sharded import is_sharded
+from scio_recorder.nets.state.moment import random_state
+from scio_recorder.nets.state.untouched import NetState, untouched
+from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import same_bits, twin
+from scio_recorder.tensors.structures import map_tensors, tensors
+
+_NUM_RECORDED_PASSES, _SHOWN = 2, 8
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a check has compared, all of it equal bit for bit.
+
+    Parameters
+    ----------
+    layers : tuple of Layer
+        The layers whose records are copies of what they returned.
+    facts : tuple of str
+        What is as in a bare run: the output, gradients, buffers and more.
+    unrepeatable : tuple of str
+        What two bare runs do differently, so that it was not judged.
+    left_out : tuple of Layer
+        The recorded operations. Their records were made, and not compared.
+    gradients : str
+        Why no gradients were compared; empty if they were.
+    """
+
+    layers: tuple[Layer, ...]
+    facts: tuple[str, ...]
+    unrepeatable: tuple[str, ...]
+    left_out: tuple[Layer, ...]
+    gradients: str
+
+    def __str__(self) -> str:
+        lines = [
+            f"no difference in {_NUM_RECORDED_PASSES} recorded passes",
+            f"records equal to copies taken at the call: {counted(len(self.layers), 'layer')}, "
+            f"{few(self.layers, _SHOWN)}",
+            f"as in a bare run: {_in_few_words(self.facts)}",
+        ]
+        if self.gradients:
+            lines.append(f"no gradients: {self.gradients}")
+        if self.unrepeatable:
+            lines.append(
+                f"not judged, since two bare runs differ in it: {_in_few_words(self.unrepeatable)}"
+            )
+        if self.left_out:
+            lines.append(f"recorded and not compared: {few(self.left_out, _SHOWN)}")
+        return "\n".join(lines)
+
+
+def _in_few_words(facts: Sequence[str]) -> str:
+    """Return the names of facts, counting those of a kind."""
+    kinds = Counter(name.split(" ")[0] for name in facts)
+    counts = [counted(kinds[kind], kind) for kind in ("gradient", "buffer") if kinds[kind]]
+    others = [name for name in facts if not name.startswith(("gradient", "buffer"))]
+    return ", ".join([*others, *counts])
+
+
+def check(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckReport:
+    """Compare recorded passes of a network with bare runs and with copies, see NOTE.
+
+    Parameters
+    ----------
+    capture : Capture
+        Knows the network, and which layers are recorded. It runs nothing, and keeps its records.
+    args, kwargs
+        The inputs of the network.
+
+    Raises
+    ------
+    CheckError
+        Something differs.
+    """
+    _refuse(capture, kwargs)
+    net = capture.net
+    executed = tuple(row.label for row in capture.architecture.values() if row.executed)
+    recording = capture.recording or tuple(sorted(executed))
+    roots = net, *args, *kwargs.values()
+    with capture.without_hooks():
+        with untouched(*roots) as state:
+            runs = _Runs(net, (args, kwargs), state)
+            bare, again = runs.run(net), runs.run(net)
+        unrepeatable = [name for name in bare if _difference(bare[name], again.get(name))]
+        judged = [name for name in bare if name not in unrepeatable]
+        recorded = Capture(net, capture.architecture, recording, capture.options)
+        try:
+            # What stands around calls is part of the state that is put back.
+            with untouched(*roots) as state:
+                runs = _Runs(net, (args, kwargs), state)
+                _check_passes(recorded, runs, {name: bare[name] for name in judged})
+        finally:
+            recorded.remove()
+    rows = [capture.architecture[label] for label in recorded.architecture.in_order(recording)]
+    return CheckReport(
+        tuple(row for row in rows if not isinstance(row.label, OperationIdx)),
+        tuple(judged),
+        tuple(unrepeatable),
+        tuple(row for row in rows if isinstance(row.label, OperationIdx)),
+        runs.why_no_gradients,
+    )
+
+
+def _check_passes(capture: Capture, runs: _Runs, bare: Mapping[str, Any]) -> None:
+    """Compare recorded passes with copies that are taken meanwhile, and with a bare run."""
+    copies = _Copies(capture)
+    for _ in range(_NUM_RECORDED_PASSES):
+        with _explaining_failures():
+            facts = runs.run(partial(_recorded, capture, copies))
+        copies.compare(capture)
+        for name, value in bare.items():
+            _compare(name, value, facts.get(name))
+
+
+def _refuse(capture: Capture, kwargs: Mapping[str, Any]) -> None:
+    if "activation_postproc" in kwargs:
+        raise ArgumentError(
+            "a check compares with the bare network, which has no post-processors: leave "
+            "activation_postproc= out"
+        )
+    if capture.watchers or capture.is_running:
+        raise ComparisonError(
+            "a check runs the network itself, and its runs must not count as passes of a block "
+            "around it: leave the block of watch(...) or collecting(...) first"
+        )
+    refuse_transforms("checked")
+    if any(map(private.is_compiled, capture.net.modules())) or is_sharded(capture.net):
+        raise UnsupportedNetError(
+            "the network is compiled or sharded, in whole or in part, and compiled code does not "
+            "call the hooks of a check: check it without torch.compile, in one process"
+        )
+
+
+@contextlib.contextmanager
+def _explaining_failures() -> Iterator[None]:
+    try:
+        yield
+    except RecorderError:
+        raise
+    except Exception as error:
+        raise CheckError(
+            f"the recorded network raised {type(error).__name__}: {error}. The bare one does not"
+        ) from error
+
+
+# -- what the network does -------------------------------------------------------------------------
+
+
+class _Runs:
+    """Runs of a network from one state, on copies of its inputs."""
+
+    def __init__(self, net: nn.Module, inputs: Any, state: NetState) -> None:
+        self.why_no_gradients = "gradient mode is off, or the output does not require any"
+        self._net, self._inputs, self._state = net, inputs, state
+        named = {id(one): f"gradient of {name}" for name, one in net.named_parameters()}
+        leaves = [one for one in state.leaves if one.requires_grad]
+        # By names; tensors that are no parameters have none.
+        self._leaves = {
+            named.get(id(one), f"gradient of tensor {at}"): one for at, one in enumerate(leaves)
+        }
+
+    def run(self, call: Callable[..., Any]) -> dict[str, Any]:
+        """Run the network, and return copies of all that can be seen of it, by name."""
+        self._state.put_back()
+        args, kwargs = map_tensors(_leaf, self._inputs)
+        output = call(*args, **kwargs)
+        facts = {"output": map_tensors(twin, output)}
+        received = {f"gradient of input {at}": x for at, x in enumerate(tensors((args, kwargs)))}
+        leaves = self._leaves | {name: x for name, x in received.items() if x.requires_grad}
+        facts |= self._gradients(output, leaves)
+        for name, buffer in self._net.named_buffers():
+            facts[f"buffer {name}"] = twin(buffer)
+        facts["random numbers"] = random_state()
+        modules = [*self._net.modules()]
+        facts["training flags"] = [module.training for module in modules]
+        facts["hooks"] = [[*map(_hooks, private.forward_hooks(module))] for module in modules]
+        return facts
+
+    def _gradients(self, output: Any, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the gradients of a sum over the output in which all numbers count differently."""
+        ends = [one for one in tensors(output) if one.requires_grad and one.grad_fn is not None]
+        if not (ends and leaves and torch.is_grad_enabled()):
+            return {}
+        try:
+            # The sum over a softmax, for instance, does not depend on its inputs.
+            weights = [torch.arange(one.numel(), device=one.device) % 7 + 1 for one in ends]
+            seeds = [w.to(one).reshape(one.shape) for w, one in zip(weights, ends, strict=True)]
+            found = torch.autograd.grad(ends, [*leaves.values()], seeds, allow_unused=True)
+        except RuntimeError as error:
+            # Reentrant checkpointing, for instance, allows no such gradients.
+            self.why_no_gradients = f"{type(error).__name__}: {error}"
+            return {"gradients": self.why_no_gradients}
+        self.why_no_gradients = ""
+        return dict(zip(leaves, found, strict=True))
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a copy of an input: passes write to inputs, and gradients end here."""
+    wants_gradient = tensor.requires_grad and torch.is_grad_enabled()
+    return twin(tensor).requires_grad_(wants_gradient)
+
+
+def _hooks(hooks: Mapping[int, Any]) -> list[int]:
+    """Return the numbers of the hooks of others."""
+    owners = {number: getattr(hook, "__self__", hook) for number, hook in hooks.items()}
+    return [number for number, owner in owners.items() if not isinstance(owner, Uncopied)]
+
+
+def _recorded(capture: Capture, copies: _Copies, *args: Any, **kwargs: Any) -> Any:
+    with copies.taken():
+        return capture.run(capture.net, args, kwargs)
+
+
+# -- what layers return ----------------------------------------------------------------------------
+
+
+class _CopyingHook(Uncopied):
+    """A hook that copies what a module returns, and shares no code with the recorder's."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self._values = values
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not is_rerun():
+            self._values.append(map_tensors(twin, output))
+
+
+class _Copies:
+    """Copies of what the recorded layers return, taken at each call."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._architecture = capture.architecture
+        self._labels = [at for at in capture.program.order if not isinstance(at, OperationIdx)]
+        self._counts_calls = capture.program.counts_calls
+        # By ``id`` of the module, in the order in which calls return.
+        self._values: dict[int, list[Any]] = {}
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Take copies inside the block."""
+        modules = {id(self._module(label)): self._module(label) for label in self._labels}
+        self._values = {key: [] for key in modules}
+        handles = [
+            module.register_forward_hook(_CopyingHook(self._values[key]))
+            for key, module in modules.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def compare(self, capture: Capture) -> None:
+        """Compare the records of the latest pass with the copies."""
+        for label in self._labels:
+            module = self._module(label)
+            values, calls = self._values[id(module)], self._architecture.calls(module)
+            copy = values[calls.index(label)] if self._counts_calls else tuple(values)
+            self._compare(label, copy, capture)
+
+    def _compare(self, label: RowIdx, copy: Any, capture: Capture) -> None:
+        row = self._architecture[label]
+        try:
+            record = capture.activations[label]
+        except MutationError as error:
+            raise _failed(row, f"its record was lost, and reading it raised: {error}") from error
+        different = _difference(copy, record)
+        if different:
+            raise _failed(row, f"its record is not what it returned: {different}")
+
+    def _module(self, label: Any) -> Any:
+        return self._architecture[label].module
+
+
+# -- how they differ -------------------------------------------------------------------------------
+
+
+def _failed(row: Layer | None, text: str) -> CheckError:
+    error = CheckError(text if row is None else f"layer {row}: {text}")
+    error.layer = row
+    return error
+
+
+def _compare(name: str, bare: Any, recorded: Any) -> None:
+    different = _difference(bare, recorded)
+    if different:
+        raise _failed(
+            None,
+            f"the recorded network does something else than the bare one: {name} differs, "
+            f"{different}. Code of the network that looks at hooks does this, and so does torch "
+            "where it takes another kernel beside hooks, of which a warning tells",
+        )
+
+
+def _difference(expected: Any, value: Any) -> str:
+    """Say how a value differs from the expected one; nothing if all bits are equal."""
+    if describe(expected) != describe(value):
+        return f"{shown_shapes(value)} in place of {shown_shapes(expected)}"
+    pairs = paired_outputs(expected, value)
+    if isinstance(pairs, str):
+        return pairs
+    for own, other in pairs:
+        if not isinstance(own, Tensor):
+            if own != other:
+                return f"{other!r} in place of {own!r}"
+        elif not same_bits(own.detach(), other.detach().to(own.device)):
+            figures = measure(own, other, Tolerance())
+            return (
+                f"{figures.num_different:,} of {figures.num_elements:,} numbers, by "
+                f"{figures.max_abs:.4g} at most"
+            )
+    return ""
