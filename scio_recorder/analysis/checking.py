@@ -43,7 +43,7 @@ from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import same_bits, twin
 from scio_recorder.tensors.structures import map_tensors, tensors
 
-_NUM_RECORDED_PASSES, _SHOWN = 2, 8
+_NUM_RECORDED_PASSES, _SHOWN = 2, 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class CheckReport:
     def __str__(self) -> str:
         lines = [
             f"no difference in {_NUM_RECORDED_PASSES} recorded passes",
-            f"records equal to copies taken at the call: {counted(len(self.layers), 'layer')}, "
+            f"equal to copies taken at the call: {counted(len(self.layers), 'layer')}, "
             f"{few(self.layers, _SHOWN)}",
             f"as in a bare run: {_in_few_words(self.facts)}",
         ]

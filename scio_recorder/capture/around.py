@@ -48,13 +48,13 @@ _PATIENCE_IN_SECONDS = 1.0
 _ONE_AT_A_TIME = threading.RLock()
 
 
-class _Local(threading.local):
+class _ChangingThread(threading.local):
     """Whether this thread runs a change, inside a collection that it has started."""
 
     is_changing = False
 
 
-_LOCAL = _Local()
+_THIS_THREAD = _ChangingThread()
 
 
 def change_hooks(change: Callable[[], _T], *, waits: bool = True) -> _T:
@@ -75,7 +75,7 @@ def change_hooks(change: Callable[[], _T], *, waits: bool = True) -> _T:
     """
     has_lock = _ONE_AT_A_TIME.acquire(blocking=waits)
     try:
-        if _COLLECTS_INSIDE_INSTRUCTIONS and not _LOCAL.is_changing:
+        if _COLLECTS_INSIDE_INSTRUCTIONS and not _THIS_THREAD.is_changing:
             return _in_own_collection(change, waits)
         return change()
     finally:
@@ -91,14 +91,14 @@ def _in_own_collection(change: Callable[[], _T], waits: bool) -> _T:
     def run(*collection: object) -> None:
         if outcome[0].done() or threading.get_ident() != thread:
             return
-        _LOCAL.is_changing = True
+        _THIS_THREAD.is_changing = True
         try:
             # The collector would ignore an error.
             outcome[0].set_result(change())
         except BaseException as error:
             outcome[0].set_exception(error)
         finally:
-            _LOCAL.is_changing = False
+            _THIS_THREAD.is_changing = False
 
     deadline = time.monotonic() + (_PATIENCE_IN_SECONDS if waits else 0)
     try:
@@ -162,13 +162,12 @@ def _without_uncopied(module: weakref.ref[nn.Module], name: str, protocol: int) 
 
 
 def _uncopied(module: nn.Module) -> set[int]:
-    return {
-        key
-        for name in private.FORWARD_HOOKS
-        if vars(module)[name]
-        for key, hook in entries(vars(module)[name])
-        if isinstance(getattr(hook, "__self__", hook), Uncopied)
-    }
+    uncopied = set()
+    for name in private.FORWARD_HOOKS:
+        for number, hook in entries(vars(module)[name]) if vars(module)[name] else ():
+            if isinstance(getattr(hook, "__self__", hook), Uncopied):
+                uncopied.add(number)
+    return uncopied
 
 
 class CallWrapper:

@@ -104,7 +104,7 @@ def _first_runs(outermost: Collection[CodeType]) -> list[Any]:
 
 
 class _Mark:
-    """One region of one pass."""
+    """What one checkpointed region needs to replay one pass."""
 
     __slots__ = ("calls", "counts", "rerun", "root", "task")
 

@@ -162,8 +162,8 @@ class _Arrived(dict[CallKey, "list[HeldTensor | None]"]):
 class _Delivery:
     """Takes gradients, and calls the user's hooks when a backward pass is over.
 
-    The graph owns it, so that passes count that are no longer the latest. It holds neither the
-    hooks, which may refer to the graph, nor gradients. Those belong to the owner, and to the
+    Autograd's graph owns this object, so gradients of earlier passes still arrive. It holds neither
+    the hooks, which may refer to the graph, nor gradients. Those belong to the owner, and to the
     engine, which drops them at the end of the backward pass, even if it fails.
     """
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from scio_recorder.capture.program import Program
 
 
-class _Local(threading.local):
-    """The state of each thread."""
+class ThreadState(threading.local):
+    """What one thread does with the hooks of a site."""
 
     active: Pass | None = None
     # The log of the active pass, if all its hooks may simply append to it.
@@ -86,7 +86,7 @@ class Site:
     __slots__ = ("local", "name", "reruns", "skips_transforms")
 
     def __init__(self, reruns: Reruns, *, skips_transforms: bool) -> None:
-        self.local = _Local()
+        self.local = ThreadState()
         self.reruns = reruns
         # Whether operations inside transforms of torch.func don't count.
         self.skips_transforms = skips_transforms

@@ -14,6 +14,7 @@ begins paused: the last hook before the forward resumes it, and the first behind
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -98,6 +99,12 @@ def _take_inputs(hook: Any, func: Callable[..., Any], args: Any, kwargs: Any) ->
     if not writes_to_argument(func, args, kwargs):
         return changed
     return write(changed, output, given, (*args, *kwargs.values()), name)
+
+
+class RunningCode(threading.local):
+    """The mode of the own code that runs just now, for each thread."""
+
+    own_code: Any = None
 
 
 def run_in_mode(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
@@ -139,34 +139,41 @@ class Program:
             found.append(OwnCode(module, calls))
         return found
 
-    def _entries(self, rows: Iterable[Layer]) -> Iterator[int]:
-        modules = {id(module): index for index, module in enumerate(self.modules)}
-        functions = {id(own.module): own.calls for own in self.functions}
-        for row in rows:
-            if isinstance(row, Operation):
-                calls = functions[id(row.module)]
-                yield calls[row.call if self.counts_calls else 0][row.function]
-            else:
-                yield modules[id(row.module)]
-
     def _tabulate(self, calls: Sequence[Layer]) -> None:
         """Note what a pass must show, given the calls in the order in which they returned."""
-        architecture, chosen = self.architecture, {*self.recording, *self.hidden}
-        self.expected = [*self._entries(calls)]
-        labels = (plain_label(row.label) for row in calls)
-        self.labels: list[RowIdx | None] = [at if at in chosen else None for at in labels]
+        recorded = {*self.recording, *self.hidden}
+        modules = {id(module): entry for entry, module in enumerate(self.modules)}
+        functions = {id(own.module): own.calls for own in self.functions}
+        # By position: the entry that is called, and the label of the call if it is recorded.
+        self.expected: list[int] = []
+        self.labels: list[RowIdx | None] = []
         # The name by which a module with several names was called, None for other modules.
-        names = [row.called_as for row in calls]
-        self.callers = names if self.counts_calls else [None] * len(names)
+        self.callers: list[Any] = []
         self.positions: list[list[int]] = [[] for _ in self.never_fast]
-        for position, module in enumerate(self.expected):
-            self.positions[module].append(position)
         # The labels of the calls of each entry, by their numbers among those that start.
-        self.starts: list[dict[int, RowIdx | None]] = [{} for _ in self.positions]
-        for row, entry, label in zip(calls, self.expected, self.labels, strict=True):
-            number = row.index if isinstance(row, Operation) else row.call
+        self.starts: list[dict[int, RowIdx | None]] = [{} for _ in self.never_fast]
+        for position, row in enumerate(calls):
+            label: RowIdx | None = plain_label(row.label)
+            label = label if label in recorded else None
+            if isinstance(row, Operation):
+                entries = functions[id(row.module)][row.call if self.counts_calls else 0]
+                entry, number = entries[row.function], row.index
+            else:
+                entry, number = modules[id(row.module)], row.call
+            self.expected.append(entry)
+            self.labels.append(label)
+            self.callers.append(row.called_as if self.counts_calls else None)
+            self.positions[entry].append(position)
             self.starts[entry][number if self.counts_calls else 0] = label
-        self.single: list[RowIdx | None] = [self._single(own) for own in self.positions]
+        self._note_uses()
+
+    def _note_uses(self) -> None:
+        """Note what hooks, blocks and post-processors ask of the table."""
+        # The label of a module that is called once, under one name, and recorded.
+        self.single: list[RowIdx | None] = [None] * len(self.positions)
+        for entry, positions in enumerate(self.positions if self.counts_calls else ()):
+            if len(positions) == 1 and self.callers[positions[0]] is None:
+                self.single[entry] = self.labels[positions[0]]
         # The recorded operations.
         self.own_code = {label for label in self.recording if isinstance(label, OperationIdx)}
         # The operations that complete attention.
@@ -174,24 +181,22 @@ class Program:
         # Calls that are not recorded, or not by their output alone.
         self.slow = {None, *self.hidden, *kernels}
         # The entries whose inputs are kept.
-        pairs = zip(self.expected, self.labels, strict=True)
-        self.keeps_inputs = {
-            entry for entry, label in pairs if self.options.inputs or label in kernels
-        }
-        known = [label for label in self.labels if label is not None]
-        self.order: list[RowIdx] = [label for label in known if label not in self.hidden]
+        self.keeps_inputs = set(self.expected) if self.options.inputs else set[int]()
+        self.order: list[RowIdx] = []
         # The recorded labels under compilation, which can't look at the architecture.
         self.keys: dict[object, tuple[RowIdx, ...]] = {}
-        for label in self.order:
-            for key in (label, text_of(label), architecture[label].name):
-                self.keys[key] = (*self.keys.get(key, ()), label)
         # The last selected call, after which a pass may stop.
-        self.last = max((at for at, label in enumerate(self.labels) if label), default=-1)
-
-    def _single(self, positions: list[int]) -> RowIdx | None:
-        """Return the label of a module that is called once, under one name, and recorded."""
-        is_clear = self.counts_calls and [self.callers[at] for at in positions] == [None]
-        return self.labels[positions[0]] if is_clear else None
+        self.last = -1
+        for position, label in enumerate(self.labels):
+            if label in kernels:
+                self.keeps_inputs.add(self.expected[position])
+            if label is None:
+                continue
+            self.last = position
+            if label not in self.hidden:
+                self.order.append(label)
+                for key in (label, text_of(label), self.architecture[label].name):
+                    self.keys[key] = (*self.keys.get(key, ()), label)
 
     @cached_property
     def names(self) -> dict[int, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 
 from scio_recorder.capture.around import CallWrapper
 from scio_recorder.capture.checkpoint_regions import is_rerun
-from scio_recorder.capture.own_code import ObservingMode, run_in_mode
+from scio_recorder.capture.own_code import ObservingMode, RunningCode, run_in_mode
 from scio_recorder.errors import AttentionError
 from scio_recorder.nets.attention_calls import AttentionReader
 from scio_recorder.nets.operations import unseen
@@ -24,17 +23,11 @@ _NOTHING = (
 )
 
 
-class _Local(threading.local):
-    """The mode of the own code that runs just now, for each thread."""
-
-    own_code: ObservingMode | None = None
-
-
 class EntropyMeter:
     """Measures the attention of modules; what several contain counts for the innermost."""
 
     def __init__(self) -> None:
-        self.local = _Local()
+        self.local = RunningCode()
         self._wrappers: list[CallWrapper] = []
         # By name: the sum of entropies, how many there are, and why one can't be read.
         self._sums: dict[str, tuple[float, int]] = {}

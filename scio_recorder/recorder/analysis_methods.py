@@ -71,7 +71,7 @@ class AnalysisMethods(Collecting):
         >>> rnet = Recorder(net, input_size=(1, 2))
         >>> print(rnet.check(ones(4, 2)))
         no difference in 2 recorded passes
-        records equal to copies taken at the call: 3 layers, 1-1 0 (Linear), 1-2 1 (ReLU), 0-1 ...
+        equal to copies taken at the call: 3 layers, 1-1 0 (Linear), 1-2 1 (ReLU) and 1 more
         as in a bare run: output, random numbers, training flags, hooks, 2 gradients
         """
         from scio_recorder.analysis.checking import check

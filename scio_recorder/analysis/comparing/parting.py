@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.measures import Tolerance, measure, paired_outputs
 from scio_recorder.capture.around import CallWrapper
-from scio_recorder.capture.own_code import ObservingMode, OwnCodeHook, run_in_mode
+from scio_recorder.capture.own_code import ObservingMode, OwnCodeHook, RunningCode, run_in_mode
 from scio_recorder.layer import Layer, Operation, describe
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.operations import calling_line, is_unset
@@ -39,18 +38,18 @@ _CALL, _RETURN = "call of a module", "return"
 _FILLING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"}
 
 
-# The maker of what was there before the call.
+# The producer of what was there before the call.
 OUTSIDE = -1
 
 
 # -- what own code does ----------------------------------------------------------------------------
 
 
-class Given(NamedTuple):
-    """A tensor that a step is given, and the number of the step that made it; None if unseen."""
+class StepInput(NamedTuple):
+    """A tensor that a step receives, and the number of the step that produced it, if seen."""
 
-    value: Tensor
-    maker: int | None
+    tensor: Tensor
+    producer: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,15 +62,15 @@ class Step:
         The operation.
     key : tuple
         What it has in common with its partner: the function, and the shapes that it returns.
-    given : sequence of Given
-        Its inputs, without parameters and buffers.
+    inputs : sequence of StepInput
+        What it receives, without parameters and buffers.
     made : sequence of Tensor
         What it returned, but for memory without values.
     """
 
     row: Operation | None
     key: tuple[Any, ...]
-    given: Sequence[Given]
+    inputs: Sequence[StepInput]
     made: Sequence[Tensor]
 
 
@@ -87,26 +86,26 @@ class _TracingMode(ObservingMode):
         # The ids of parameters and buffers.
         self._weights = weights
         self._copies = Copies()
-        self._makers = dict.fromkeys(outside, OUTSIDE)
+        self._producers = dict.fromkeys(outside, OUTSIDE)
         # By memory: the number of the step that has written there last, perhaps through a view.
         self._writers: dict[int, int] = {}
         # What functions such as ``empty`` have returned, by its memories.
         self._unset: dict[int, Tensor] = {}
 
-    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Given]:
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[StepInput]:
         """Copy the inputs."""
         found = (one for one in tensors((args, kwargs)) if id(one) not in self._weights)
-        return [Given(self._copies.of(one), self._maker_of(one)) for one in self._set(found)]
+        return [StepInput(self._copies.of(one), self._producer_of(one)) for one in self._set(found)]
 
     def written(self, given: Any) -> list[Tensor]:
         """Return the inputs that have been written to since they were copied."""
         return [*filter(self._copies.is_written, tensors(given))]
 
-    def _maker_of(self, tensor: Tensor) -> int | None:
+    def _producer_of(self, tensor: Tensor) -> int | None:
         """Return the number of the step that has made a tensor, or written to it since."""
-        maker, memories = self._makers.get(id(tensor)), memories_of(tensor)
+        producer, memories = self._producers.get(id(tensor)), memories_of(tensor)
         writers = [self._writers.get(at, OUTSIDE) for at in memories]
-        return None if maker is None else max([maker, *writers])
+        return None if producer is None else max([producer, *writers])
 
     def after(self, function: str, index: int, given: Any, output: Any) -> None:
         """Keep an operation."""
@@ -120,13 +119,13 @@ class _TracingMode(ObservingMode):
         row = Operation(self._layer, function, index, describe(output), calling_line())
         self.add(row, function, given, output)
 
-    def add(self, row: Operation | None, what: str, given: list[Given], output: Any) -> None:
+    def add(self, row: Operation | None, what: str, given: list[StepInput], output: Any) -> None:
         """Keep a step."""
         made = tensors(output)
         written = filter(self._copies.is_written, made)
         self._writers |= {at: len(self.steps) for one in written for at in memories_of(one)}
         kept = [self._copies.of(one) for one in self._set(made)]
-        self._makers.update((id(one), len(self.steps)) for one in made)
+        self._producers.update((id(one), len(self.steps)) for one in made)
         key = (what, *(tuple(one.shape) for one in made))
         self.steps.append(Step(row, key, given, kept))
 
@@ -134,16 +133,10 @@ class _TracingMode(ObservingMode):
         return (one for one in found if memories_of(one).isdisjoint(self._unset))
 
 
-class _Local(threading.local):
-    """The mode of the own code that runs just now, for each thread."""
-
-    own_code: ObservingMode | None = None
-
-
 class _TracedCalls:
     """The calls of the layer's module, each with steps of its own, or all of one."""
 
-    def __init__(self, net: nn.Module, layer: Layer, local: _Local, *, is_one: bool) -> None:
+    def __init__(self, net: nn.Module, layer: Layer, local: RunningCode, *, is_one: bool) -> None:
         self._layer = layer
         self._local = local
         self._is_one = is_one
@@ -169,7 +162,7 @@ class _TracedCalls:
         return output
 
 
-def _run_other(local: _Local, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run_other(local: RunningCode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call another module, outside of the mode: such calls are steps of the own code around them.
 
     They run under a mode as well, one that sees nothing. So the whole network leaves PyTorch's fast
@@ -210,7 +203,7 @@ def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[St
     all_calls : bool
         Trace all calls of its module, one after the other, and not only the layer's.
     """
-    module, local, steps = layer.module, _Local(), list[Step]()
+    module, local, steps = layer.module, RunningCode(), list[Step]()
     assert module is not None
     traced_calls = _TracedCalls(net, layer, local, is_one=all_calls)
     others = [one for one in net.modules() if one is not module and takes_hooks(one)]
@@ -232,7 +225,7 @@ def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[St
 
 
 Steps: TypeAlias = Sequence[Step]
-_Inputs: TypeAlias = tuple[Given | None, Given | None]
+_Inputs: TypeAlias = tuple[StepInput | None, StepInput | None]
 
 
 class OperationPair(NamedTuple):
@@ -272,8 +265,8 @@ def first_operations(
         is_end = at == len(own) - 1
         if not is_end and not any(_differ(*one, tolerance) for one in outputs):
             continue
-        inputs = zip_longest(own[at].given, other[to].given)
-        unequal = [(a, b) for a, b in inputs if _differ(a and a.value, b and b.value, tolerance)]
+        inputs = zip_longest(own[at].inputs, other[to].inputs)
+        unequal = [(a, b) for a, b in inputs if _differ(a and a.tensor, b and b.tensor, tolerance)]
         # At the end, nothing is made of what is given.
         if not unequal and not is_end:
             return _pair(own[at].row, other[to].row)
@@ -310,10 +303,10 @@ def _parting(
 
     None stands for none of these. If nobody has seen what made an input, there is none to name.
     """
-    makers = {one.maker for one, _ in unequal if one is not None}
-    makers_there = {one.maker for _, one in unequal if one is not None}
+    producers = {one.producer for one, _ in unequal if one is not None}
+    other_producers = {one.producer for _, one in unequal if one is not None}
     for (a, b), (c, d) in pairwise([(-1, -1), *pairs]):
-        if makers.isdisjoint(range(a + 1, c)) and makers_there.isdisjoint(range(b + 1, d)):
+        if producers.isdisjoint(range(a + 1, c)) and other_producers.isdisjoint(range(b + 1, d)):
             continue
         # Codes that part where modules are called have no line to be named.
         if not _rows(own[a + 1 : c]) + _rows(other[b + 1 : d]):
@@ -321,7 +314,7 @@ def _parting(
         return OperationPair(
             _row_at(own, a + 1, c, other, b + 1), _row_at(other, b + 1, d, own, a + 1)
         )
-    return _UNSEEN if None in makers | makers_there else None
+    return _UNSEEN if None in producers | other_producers else None
 
 
 def _rows(code: Steps) -> list[Operation]:

@@ -111,7 +111,7 @@ class GuardedCall:
         return self._entered if task == self._task else None
 
 
-class _Local(threading.local):
+class PassOfThread(threading.local):
     """The state of the pass that a thread runs."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Checks:
         # Whether nothing is checked any more, as after an exception in the block, whatever graphs
         # are left.
         self.is_over = False
-        self.local = _Local()
+        self.local = PassOfThread()
         self._architecture = architecture
         self._action = action
         self._kinds = frozenset(chosen)
