@@ -213,13 +213,14 @@ class NetworkSide:
 
     def keep_inputs(self, row: Layer, inputs: Inputs) -> Inputs:
         """Copy what a module's forward, or a function, is about to receive."""
-        # Most arguments are tensors, for which no structure has to be taken apart.
         args = [self._copy_of_input(one) for one in inputs.args]
         kwargs = {name: self._copy_of_input(one) for name, one in inputs.kwargs.items()}
         return Inputs((*args,), kwargs)
 
     def _copy_of_input(self, value: Any) -> Any:
         rows = self._block.received
+        if isinstance(value, Tensor):
+            return _chosen(self._copies.of(value), rows)
         return map_tensors(lambda leaf: _chosen(self._copies.of(leaf), rows), value)
 
     def receive_inputs(self, label: RowIdx, kept: Inputs) -> None:
