@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.analysis.comparing.measures import Tolerance, measure, paired_outputs
+from scio_recorder.analysis.comparing.measures import Tolerance, measure
+from scio_recorder.analysis.comparing.pairing import paired_outputs
 from scio_recorder.capture.around import Uncopied
 from scio_recorder.capture.checkpoint_regions import is_rerun
 from scio_recorder.capture.engine import Capture, refuse_transforms

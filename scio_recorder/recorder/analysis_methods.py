@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from scio_recorder.analysis.checking import CheckReport
+    from scio_recorder.analysis.effects import Effects
     from scio_recorder.analysis.guarding.guard import Action, Guard
-    from scio_recorder.analysis.sweep import Effects
     from scio_recorder.events import Tracker
     from scio_recorder.nets.records import LayerMapping
     from scio_recorder.postprocessors.assigning import Postprocessors

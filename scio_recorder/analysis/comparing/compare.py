@@ -30,15 +30,13 @@ from scio_recorder.analysis.comparing.difference import (
 from scio_recorder.analysis.comparing.matching import Pair, match_sides
 from scio_recorder.analysis.comparing.measures import (
     Figures,
-    PartPair,
     Tolerance,
     dense,
     measure,
     measure_values,
-    paired_inputs,
-    paired_outputs,
     unknown,
 )
+from scio_recorder.analysis.comparing.pairing import PartPair, paired_inputs, paired_outputs
 from scio_recorder.analysis.comparing.parting import OperationPair, first_operations
 from scio_recorder.analysis.comparing.sides import (
     NetworkSide,

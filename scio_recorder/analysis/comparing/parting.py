@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from scio_recorder.analysis.comparing.measures import Tolerance, measure, paired_outputs
+from scio_recorder.analysis.comparing.measures import Tolerance, measure
+from scio_recorder.analysis.comparing.pairing import paired_outputs
 from scio_recorder.capture.around import CallWrapper
 from scio_recorder.capture.own_code import ObservingMode, OwnCodeHook, RunningCode, run_in_mode
 from scio_recorder.layer import Layer, Operation, describe

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from scio_recorder.analysis.guarding.finite import (
     KINDS,
+    GuardedCode,
     Known,
     NonFinite,
     examine,
     kinds_made,
     kinds_of,
 )
-from scio_recorder.analysis.guarding.guarded_code import GuardedCode
 from scio_recorder.analysis.guarding.loss_scaling import LossScaling
 from scio_recorder.analysis.guarding.origin import Direction, KeptInputs, Origin
 from scio_recorder.errors import ArgumentError, NonFiniteError, warn

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from scio_recorder.analysis.guarding.checks import Action, Checks, GuardedCall
-from scio_recorder.analysis.guarding.finite import Known
-from scio_recorder.analysis.guarding.guarded_code import GuardedCode
+from scio_recorder.analysis.guarding.finite import GuardedCode, Known
 from scio_recorder.analysis.guarding.guarded_gradients import attach
 from scio_recorder.analysis.guarding.origin import KeptInputs, Origin
 from scio_recorder.capture.around import CallWrapper
