@@ -109,7 +109,7 @@ class _Runs:
         capture = self._capture
         posts = [partial(replace, label) for label in capture.program.order]
         try:
-            output = capture.run(capture.net, args, kwargs, given=posts, records_outputs=False)
+            output = capture.run(capture.net, args, kwargs, posts=posts, records_outputs=False)
         except PostprocessorError as error:
             if isinstance(error.__cause__, ComparisonError | UnsupportedNetError):
                 raise error.__cause__ from None

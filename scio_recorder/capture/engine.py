@@ -204,10 +204,10 @@ class Capture:
         """Whether a block wants the records of each pass."""
         return any(watcher.passes is not None for watcher in tuple(self.watchers))
 
-    def acting(self, given: Postprocessors | None) -> Postprocessors | None:
+    def acting(self, posts: Postprocessors | None) -> Postprocessors | None:
         """Return the post-processors of a call: its own, or those of the innermost block."""
         blocks = (watcher.posts for watcher in tuple(self.watchers)[::-1])
-        return next((posts for posts in (given, *blocks) if posts is not None), None)
+        return next((choice for choice in (posts, *blocks) if choice is not None), None)
 
     def run(
         self,
@@ -215,7 +215,7 @@ class Capture:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        given: Postprocessors | None = None,
+        posts: Postprocessors | None = None,
         records_outputs: bool = True,
         stop: bool = False,
         sink: Sink | None = None,
@@ -226,14 +226,14 @@ class Capture:
         """
         program = self.program
         if sink is None and self.watchers:
-            given = self.acting(given)
+            posts = self.acting(posts)
         is_observed = records_outputs or sink is not None
         is_empty = not (self.recording or program.attention)
-        if self._is_removed or is_empty or (given is None and not is_observed):
+        if self._is_removed or is_empty or (posts is None and not is_observed):
             self._forget_latest()
-            if given is not None:
+            if posts is not None:
                 # There is no layer to act on, which is wrong if layers are named.
-                assign(self.architecture, (), given)
+                assign(self.architecture, (), posts)
             return self.site.local.run_aside(net, *args, **kwargs)
         refuse_transforms()
         if private.backward_pass() != -1 and is_rerun():
@@ -243,19 +243,19 @@ class Capture:
             self._forget_latest()
         # FSDP waits for the end of a pass that it has begun.
         stop = stop and not is_sharded(self.net)
-        posts = _NO_POSTS if given is None else self._assigned(given)
-        key = self._settings.key(args, kwargs, posts, stop)
+        assigned = _NO_POSTS if posts is None else self._assigned(posts)
+        key = self._settings.key(args, kwargs, assigned, stop)
         setting = self._known.get(key) or self._new_setting(key)
         current = Pass(
-            program, setting, posts, records_outputs=records_outputs, stops=stop, sink=sink
+            program, setting, assigned, records_outputs=records_outputs, stops=stop, sink=sink
         )
         if "torch.distributed.tensor" not in sys.modules or not self._shards.are_to_be_found:
             return self._run(net, args, kwargs, current)
         with self._shards.found():
             return self._run(net, args, kwargs, current)
 
-    def _assigned(self, given: Postprocessors) -> Assigned:
-        assigned = assign(self.architecture, self.program.order, given)
+    def _assigned(self, posts: Postprocessors) -> Assigned:
+        assigned = assign(self.architecture, self.program.order, posts)
         for label in [at for at, post in assigned.items() if isinstance(post, Knockout)]:
             calls = self.program.attention.get((label[0], label[1]))
             if calls is None or label in self.program.own_code:
@@ -325,8 +325,8 @@ class Capture:
     def _expect_rerun(self, current: Pass) -> None:
         if self.options.gradients:
             current.gradients = Gradients(self.gradient_hooks, self.options)
-        given = self.program, current.posts, current.gradients, self._reruns
-        current.rerun = Rerun(*given, Capture._run.__code__)
+        parts = self.program, current.posts, current.gradients, self._reruns
+        current.rerun = Rerun(*parts, Capture._run.__code__)
         self._reruns.hold(current.rerun)
 
     def _new_setting(self, key: object) -> Setting:
@@ -334,8 +334,8 @@ class Capture:
         while len(self._known) >= _MAX_SETTINGS:
             self._known.pop(next(iter(self._known)), None)
         self._known[key] = setting
-        own_code = [own.module for own in self.program.functions]
-        for modules, in_mode in ((self.program.modules, False), (own_code, True)):
+        around_code = [code.module for code in self.program.functions]
+        for modules, in_mode in ((self.program.modules, False), (around_code, True)):
             if modules and not self._has_warned:
                 layers = fusable(self.architecture, of_functions=in_mode)
                 self._has_warned = warn_of_other_kernels(layers, modules, "recorded")
@@ -363,7 +363,7 @@ class Capture:
     def _detach_if_idle(self) -> None:
         """After an exception nothing may stay behind, unless others still need the hooks."""
         with self._lock:
-            is_idle = all(one.site is not self.site for one in list(RUNNING.values()))
+            is_idle = all(running.site is not self.site for running in list(RUNNING.values()))
             if is_idle and not self._reruns:
                 self._hooks.detach()
 

@@ -75,8 +75,9 @@ class CallStarts:
 
     def begin(self, module: object, args: Any, kwargs: Any) -> None:
         """Note the start of a call of a module, which is given by a name or a number."""
-        inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-        start = CallStart(private.num_operations(), {id(one): version_of(one) for one in inputs})
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        versions = {id(tensor): version_of(tensor) for tensor in inputs}
+        start = CallStart(private.num_operations(), versions)
         self._starts[module, get_ident()].append(start)
 
     def end(self, module: object) -> CallStart:
@@ -187,14 +188,14 @@ class _Delivery:
         join: Callable[[list[Any]], Any],
     ) -> dict[RowIdx, Any]:
         """Return the value of the only call of each layer that was reached, or all joined."""
-        reached = {call.label for one in arrived for call in one}
-        found: dict[Any, list[Any]] = {}
+        reached = {call.label for gradients in arrived for call in gradients}
+        values: dict[Any, list[Any]] = {}
         for call, template in self.templates.items():
             if call.label in reached:
-                found.setdefault(call.label, []).append(value_of(call, *template))
-        return {
-            label: calls[0] if self._counts_calls else join(calls) for label, calls in found.items()
-        }
+                values.setdefault(call.label, []).append(value_of(call, *template))
+        if self._counts_calls:
+            return {label: calls[0] for label, calls in values.items()}
+        return {label: join(calls) for label, calls in values.items()}
 
     def expect(self, task: int) -> _Arrived:
         """Return the gradients that have come in a backward pass."""

@@ -158,10 +158,10 @@ class ModuleHook(Uncopied):
     def _note_for_other_threads(self) -> None:
         """Note a call in a thread without a pass, which the network of a pass may have started."""
         running, thread = list(RUNNING.values()), threading.get_ident()
-        if all(one.thread != thread for one in running):
-            for one in running:
-                if one.site is self.site:
-                    one.current.called_in_other_threads.add(self.index)
+        if all(other.thread != thread for other in running):
+            for other in running:
+                if other.site is self.site:
+                    other.current.called_in_other_threads.add(self.index)
 
     def before(self, module: nn.Module | None, args: Any, kwargs: Any = None) -> Any:
         """Take the inputs of the module's forward; return those that it receives instead.
@@ -285,14 +285,14 @@ class Hooks:
         """Return the entries whose hooks are gone, where the number of calls does not tell."""
         if not self.is_attached:
             return set()
-        found = {index for index in self.with_inputs if self._lacks(self._modules[index], 1)}
+        unhooked = {index for index in self.with_inputs if self._lacks(self._modules[index], 1)}
         if self._counts_calls:
-            return found
-        found |= {index for index, module in enumerate(self._modules) if self._lacks(module, 0)}
+            return unhooked
+        unhooked |= {index for index, module in enumerate(self._modules) if self._lacks(module, 0)}
         for module, functions in self._own_code:
             if any(functions) and self._lacks(module, 1, OwnCodeHook):
-                found |= {hook.index for names in functions for hook in names.values()}
-        return found
+                unhooked |= {hook.index for names in functions for hook in names.values()}
+        return unhooked
 
     def _lacks(self, module: nn.Module, which: int, kind: Any = ModuleHook) -> bool:
         hooks = private.forward_hooks(module)[which]

@@ -53,7 +53,7 @@ class Settings:
         # Flags are read from the instances' dictionaries: attribute access on a module is slow. A
         # scripted part keeps its flag elsewhere.
         states = [module.__dict__ for module in net.modules()]
-        self._states = [own for own in states if "training" in own]
+        self._states = [state for state in states if "training" in state]
 
     def key(
         self,
@@ -125,7 +125,7 @@ class Setting:
         """Copy what is kept of a layer, and of its attention, from the next pass on."""
         calls = self._program.attention.get((label[0], label[1]), ())
         rows = {label, *(row.label for row in calls)}
-        places = [at for at, own in enumerate(self._program.labels) if own in rows]
+        places = [at for at, known in enumerate(self._program.labels) if known in rows]
         self.learn(self.kinds, [(what, at, COPY) for what in (OUTPUT, INPUT) for at in places])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -210,9 +210,9 @@ class Pass:
         pending = self._pending.get(index)
         if not pending:
             return
-        own = next((i for i, one in enumerate(pending) if one.args is args), len(pending) - 1)
-        _, kept, moment = pending[own]
-        del pending[own:]
+        number = next((i for i, call in enumerate(pending) if call.args is args), len(pending) - 1)
+        _, kept, moment = pending[number]
+        del pending[number:]
         if label is not None and self._sink is not None:
             self._sink.receive_inputs(label, kept)
         elif label is not None:
@@ -315,8 +315,7 @@ class Pass:
         calls = zip(self._positions, log[1::3], log[2::3], strict=True)
         kept = [call for call in calls if call[1] is not NOTHING]
         entries = self._entries(kept if self._keeps_outputs else [], hold)
-        shown = {label: one for label, one in entries.items() if label not in program.hidden}
-        activations = Records(program.architecture, shown)
+        activations = Records(program.architecture, self._shown(entries))
         if self._sink is not None and not self._hands_on:
             for label in activations:
                 self._sink.receivers[label](activations.peek(label))
@@ -324,10 +323,16 @@ class Pass:
             return Ended(activations)
         inputs = sorted(self._inputs, key=operator.itemgetter(0))
         received = self._entries([(at, kept, 0) for at, kept in inputs], hold)
-        shown = {label: one for label, one in received.items() if label not in program.hidden}
-        wanted = Records(program.architecture, shown, "input") if program.options.inputs else None
+        records = None
+        if program.options.inputs:
+            records = Records(program.architecture, self._shown(received), "input")
         attention = AttentionRecords(program.architecture, program.attention, received, entries)
-        return Ended(activations, wanted, attention)
+        return Ended(activations, records, attention)
+
+    def _shown(self, entries: Mapping[RowIdx, Entry]) -> dict[RowIdx, Entry]:
+        """Return the entries of what users read: not those that attention alone needs."""
+        hidden = self.program.hidden
+        return {label: entry for label, entry in entries.items() if label not in hidden}
 
     def _refuse_unseen_calls(self, unhooked: Collection[int]) -> None:
         """Refuse calls that no hook has seen, and whose number is not checked."""

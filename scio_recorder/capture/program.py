@@ -46,10 +46,6 @@ class RecordOptions:
     attention: tuple[DepthIdx, ...] = ()
 
 
-# Its name in files of recorders that an earlier version has pickled.
-Options = RecordOptions
-
-
 class Sink(Protocol):
     """Receives the outputs of recorded layers, in place of the records of the pass.
 
@@ -117,7 +113,7 @@ class Program:
         # than a pass it is not known which call runs.
         self.firsts: list[int] = [
             *range(len(self.modules)),
-            *(one.calls[0][name] for one in self.functions for own in one.calls for name in own),
+            *(calls[0][name] for _, calls in self.functions for call in calls for name in call),
         ]
         # The flags of a pass in which no hook may take the fast path.
         self.never_fast = [False] * len(self.firsts)
@@ -130,20 +126,20 @@ class Program:
         rows: dict[int, list[Operation]] = {}
         for row in operations:
             rows.setdefault(id(row.module), []).append(row)
-        numbers, found = itertools.count(len(self.modules)), []
+        numbers, own_code = itertools.count(len(self.modules)), list[OwnCode]()
         for module in _distinct_modules(operations):
-            own = rows[id(module)]
-            names = dict.fromkeys(row.function for row in own)
-            num_calls = 1 + max(row.call for row in own) if self.counts_calls else 1
+            operations_in = rows[id(module)]
+            names = dict.fromkeys(row.function for row in operations_in)
+            num_calls = 1 + max(row.call for row in operations_in) if self.counts_calls else 1
             calls = [{name: next(numbers) for name in names} for _ in range(num_calls)]
-            found.append(OwnCode(module, calls))
-        return found
+            own_code.append(OwnCode(module, calls))
+        return own_code
 
     def _tabulate(self, calls: Sequence[Layer]) -> None:
         """Note what a pass must show, given the calls in the order in which they returned."""
         recorded = {*self.recording, *self.hidden}
         modules = {id(module): entry for entry, module in enumerate(self.modules)}
-        functions = {id(own.module): own.calls for own in self.functions}
+        functions = {id(code.module): code.calls for code in self.functions}
         # By position: the entry that is called, and the label of the call if it is recorded.
         self.expected: list[int] = []
         self.labels: list[RowIdx | None] = []
@@ -201,7 +197,7 @@ class Program:
     @cached_property
     def names(self) -> dict[int, str]:
         """The names of the network's modules, by ``id``."""
-        return {id(one): name for name, one in self._root.named_modules()}
+        return {id(module): name for name, module in self._root.named_modules()}
 
     @property
     def _root(self) -> Any:
@@ -244,18 +240,18 @@ class Program:
 
     def modules_of(self, labels: Iterable[RowIdx]) -> set[int]:
         """Return the indices of the modules of layers, leaving operations out."""
-        found = {self.expected[self.labels.index(label)] for label in labels}
-        return {index for index in found if index < len(self.modules)}
+        entries = {self.expected[self.labels.index(label)] for label in labels}
+        return {entry for entry in entries if entry < len(self.modules)}
 
     def inside_compiled_parts(self) -> set[int]:
         """Return the entries whose calls run in compiled parts of the network, unseen by hooks."""
         if private.DYNAMO not in sys.modules:
             return set()
-        parts = [one for one in self._root.modules() if private.is_compiled(one)]
-        inside = {id(one) for part in parts for one in part.modules() if one is not part}
-        entries = {index for index, one in enumerate(self.modules) if id(one) in inside}
+        parts = [part for part in self._root.modules() if private.is_compiled(part)]
+        inside = {id(module) for part in parts for module in part.modules() if module is not part}
+        entries = {entry for entry, module in enumerate(self.modules) if id(module) in inside}
         compiled = inside | {id(part) for part in parts}
-        own_code = [own.calls for own in self.functions if id(own.module) in compiled]
+        own_code = [code.calls for code in self.functions if id(code.module) in compiled]
         return entries.union(*[names.values() for calls in own_code for names in calls])
 
     def _encoders(self) -> list[nn.Module]:
@@ -266,35 +262,38 @@ class Program:
         """
         if not self.functions:
             return []
-        owners = {id(own.module) for own in self.functions}
-        modules = (row.module for row in self.architecture.values() if id(row.module) not in owners)
-        encoders = {id(one): one for one in modules if isinstance(one, nn.TransformerEncoder)}
-        return [one for one in encoders.values() if owners & {*map(id, one.modules())}]
+        owners = {id(code.module) for code in self.functions}
+        encoders = _distinct_modules(
+            row
+            for row in self.architecture.values()
+            if isinstance(row.module, nn.TransformerEncoder) and id(row.module) not in owners
+        )
+        return [encoder for encoder in encoders if owners & {*map(id, encoder.modules())}]
 
     @cached_property
     def called(self) -> list[OwnCode]:
         """The modules that recorded own code may call, without any functions."""
         if not self.functions:
             return []
-        owners = {id(own.module): own.module for own in self.functions}
-        found: dict[int, Any] = {}
+        owners = {id(code.module): code.module for code in self.functions}
+        called: dict[int, Any] = {}
         ran: set[int] = set()
         around: list[Layer] = []
         for row in filter(lambda row: row.executed, self.architecture.values()):
             while around and (around[-1].completion or 0) < (row.completion or 0):
                 around.pop()
             if around and id(around[-1].module) in owners:
-                found[id(row.module)] = row.module
+                called[id(row.module)] = row.module
             around.append(row)
             ran.add(id(row.module))
         for module in itertools.chain.from_iterable(owner.modules() for owner in owners.values()):
             # It may run next time, and where calls are not counted nothing else would show that.
             if not self.counts_calls or id(module) not in ran:
-                found[id(module)] = module
-        others = (one for key, one in found.items() if key not in owners)
-        return [OwnCode(one, []) for one in others if takes_hooks(one)]
+                called[id(module)] = module
+        others = (module for key, module in called.items() if key not in owners)
+        return [OwnCode(module, []) for module in others if takes_hooks(module)]
 
 
 def _distinct_modules(rows: Iterable[Layer]) -> tuple[nn.Module, ...]:
-    found: dict[int, Any] = {id(row.module): row.module for row in rows}
-    return tuple(found.values())
+    modules: dict[int, Any] = {id(row.module): row.module for row in rows}
+    return tuple(modules.values())

@@ -93,9 +93,9 @@ class Passes(Sequence[Records]):
         >>> passes.inputs[-1]["0"].args
         (tensor([[-1., -1.]]),)
         """
-        found = Passes()
-        found._records = self._inputs
-        return found
+        passes = Passes()
+        passes._records = self._inputs
+        return passes
 
     @property
     def attention(self) -> Sequence[Any]:

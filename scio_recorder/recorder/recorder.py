@@ -442,7 +442,7 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
             run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]  # in torch
         try:
             return run(
-                net, args, kwargs, given=activation_postproc, records_outputs=not dont_record
+                net, args, kwargs, posts=activation_postproc, records_outputs=not dont_record
             )
         except Exception as error:
             _note_on_inputs(args, error)
@@ -469,19 +469,19 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        given: Postprocessors | None,
+        activation_postproc: Postprocessors | None,
         dont_record: bool,
     ) -> Any:
-        posts = self._posts_of(given)
+        posts = self._posts_of(activation_postproc)
         # An exported program runs elsewhere: nothing can be recorded here.
         records_outputs = not (dont_record or private.is_exporting())
         return self._capture.run_compiled(self._net, args, kwargs, posts, records_outputs)
 
-    def _posts_of(self, given: Postprocessors | None) -> Any:
+    def _posts_of(self, posts: Postprocessors | None) -> Any:
         program = self._capture.program
-        if isinstance(given, Mapping):
-            return assign_by_key(program.keys, given)
-        return None if given is None else assign(self.architecture, program.order, given)
+        if isinstance(posts, Mapping):
+            return assign_by_key(program.keys, posts)
+        return None if posts is None else assign(self.architecture, program.order, posts)
 
     def extract(self, *args: Any, **kwargs: Any) -> Records:
         """Run the network no further than the last recorded layer.
@@ -511,8 +511,8 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         if not self.recording:
             raise SelectorTypeError("nothing to extract: choose layers with record(...) first")
         self._refuse_inside_fsdp()
-        given = kwargs.pop("activation_postproc", None)
-        self._capture.run(self._net, args, kwargs, given=given, stop=True)
+        posts = kwargs.pop("activation_postproc", None)
+        self._capture.run(self._net, args, kwargs, posts=posts, stop=True)
         return self.activations
 
     def __repr__(self) -> str:
@@ -546,8 +546,6 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         recording, options = state.pop("_selection")
-        # A recorder that an earlier version has pickled lacks some.
-        state = {"_operations": None, "_labelling": None, "_gradient_hooks": OrderedDict(), **state}
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # that of nn.Module
         architecture = self.architecture.with_operations(self._operations or ())
         self._install(Capture(self._net, architecture, recording, options))

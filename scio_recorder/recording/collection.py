@@ -429,7 +429,7 @@ def go_through(
         args, kwargs = inputs
         if compiled is None:
             return capture.run(
-                net, args, kwargs, given=posts, records_outputs=False, stop=stop, sink=sink
+                net, args, kwargs, posts=posts, records_outputs=False, stop=stop, sink=sink
             )
         call = partial(compiled, *args, activation_postproc=posts, **kwargs)
         return call() if sink is None else capture.hand_on_compiled(call, sink)
@@ -612,19 +612,19 @@ class CollectedPasses:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        given: Postprocessors | None = None,
+        posts: Postprocessors | None = None,
         records_outputs: bool = True,
     ) -> Any:
         """Run the network, as `Capture.run` does, and collect the pass."""
         capture = self._collection.capture
         if not records_outputs or capture.is_running or is_rerun():
-            return capture.run(call, args, kwargs, given=given, records_outputs=records_outputs)
-        given = capture.acting(given)
+            return capture.run(call, args, kwargs, posts=posts, records_outputs=records_outputs)
+        posts = capture.acting(posts)
         with self._lock:
-            return self._collect(call, Inputs(args, kwargs), given)
+            return self._collect(call, Inputs(args, kwargs), posts)
 
     def _collect(
-        self, call: Callable[..., Any], inputs: Inputs, given: Postprocessors | None
+        self, call: Callable[..., Any], inputs: Inputs, posts: Postprocessors | None
     ) -> Any:
         opened, capture = self._opened, self._collection.capture
         named = inputs.named(capture.net)
@@ -635,7 +635,7 @@ class CollectedPasses:
 
         def run(sink: CollectSink | None = None) -> Any:
             watched = capture.is_watched
-            return capture.run(call, *inputs, given=given, records_outputs=watched, sink=sink)
+            return capture.run(call, *inputs, posts=posts, records_outputs=watched, sink=sink)
 
         try:
             output = opened.take(batch, run) if batch.is_new else run()
