@@ -546,6 +546,8 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         recording, options = state.pop("_selection")
+        # A recorder that an earlier version has pickled lacks some.
+        state = {"_operations": None, "_labelling": None, "_gradient_hooks": OrderedDict(), **state}
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # that of nn.Module
         architecture = self.architecture.with_operations(self._operations or ())
         self._install(Capture(self._net, architecture, recording, options))
