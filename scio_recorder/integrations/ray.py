@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 from torch import nn
 
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import CollectError, RecordingError, needing
-from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording import Recording, open_recording
-from scio_recorder.recording.options import CollectOptions, Reduce, Transforms
-from scio_recorder.recording.rows import Rows
+from scio_recorder.recording.options import CollectOptions, PartKeywords, shows
 from scio_recorder.stores import Disk, Store, as_store
 from scio_recorder.stores.disk_format.description import complete_ranks, for_others, medium_at
 from scio_recorder.tensors.arguments import whole
@@ -28,6 +25,7 @@ __all__ = ["collect_parts"]
 _SECONDS_BETWEEN_LOOKS = 5.0
 
 
+@shows(PartKeywords)
 def collect_parts(
     make_recorder: Callable[[], Any],
     make_batches: Callable[[int], Iterable[Any]],
@@ -37,17 +35,7 @@ def collect_parts(
     num_workers: int,
     resources: Mapping[str, float] | None = None,
     max_restarts: int = 3,
-    reduce: Reduce | None = None,
-    transform: Transforms | None = None,
-    every: int = 1,
-    max_batches: int | None = None,
-    to_inputs: Callable[[Any], Any] | None = None,
-    sample_ids: Callable[[Any], Any] | None = None,
-    dtype: torch.dtype | None = None,
-    rows: Rows | None = None,
-    activation_postproc: Postprocessors | None = None,
-    stop_early: bool = False,
-    progress: bool = True,
+    **options: Unpack[PartKeywords],
 ) -> Recording:
     """Collect a dataset in parts, with actors on the machines of a Ray cluster.
 
@@ -72,12 +60,8 @@ def collect_parts(
         What each actor needs, such as ``{"CPU": 2, "GPU": 1}``; one CPU by default.
     max_restarts : int, default 3
         How often Ray restarts each actor that dies.
-    reduce, transform, every, max_batches, to_inputs, sample_ids, dtype, rows : optional
-        As :meth:`scio_recorder.Recorder.collect_parts` takes them.
-    activation_postproc, stop_early : optional
-        As `collect_parts` takes them.
-    progress : bool, default True
-        Show a progress bar of parts, on a terminal.
+    **options
+        Those of `CollectOptions`.
 
     Returns
     -------
@@ -124,7 +108,7 @@ def collect_parts(
     seen = seen_by_others(as_store(store))
     # With a path that means the same to all processes.
     where = Disk(for_others(seen.path), seen.chunk_bytes)
-    asked = CollectOptions.among({**locals(), "store": where})
+    asked = CollectOptions.of(collect_parts, options, store=where)
     needs = dict(resources or {"CPU": 1})
     # Resources with keywords of their own in Ray; all others are the user's.
     named = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
@@ -138,7 +122,7 @@ def collect_parts(
     workers = [kind.remote() for _ in range(whole("num_workers", num_workers, 1))]
     try:
         tasks = [worker.collect.remote(functions, number, asked) for worker in workers]
-        _wait(tasks, where.path, number, progress=progress)
+        _wait(tasks, where.path, number, progress=asked.progress)
     finally:
         for worker in workers:
             ray.kill(worker)
@@ -155,8 +139,9 @@ class _Worker:
         rnet = make_recorder()
         if not _is_recorder(rnet):
             raise CollectError(f"make_recorder returned a {type(rnet).__name__}: return a Recorder")
-        options = {name: value for name, value in vars(asked).items() if name != "resume"}
-        rnet.collect_parts(make_batches, num_parts, **options, progress=False)
+        options = {**vars(asked), "progress": False}
+        del options["resume"]
+        rnet.collect_parts(make_batches, num_parts, **options)
 
 
 def _is_recorder(given: Any) -> bool:

@@ -7,9 +7,10 @@ these methods, nothing of it is loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from scio_recorder.recorder.collecting import Collecting
+from scio_recorder.recording.options import CollectOptions, PartKeywords, shows
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -23,12 +24,9 @@ if TYPE_CHECKING:
     from scio_recorder.analysis.guarding.guard import Action, Guard
     from scio_recorder.events import Tracker
     from scio_recorder.nets.records import LayerMapping
-    from scio_recorder.postprocessors.assigning import Postprocessors
     from scio_recorder.recompute.saved_tensors import SavedTensors
     from scio_recorder.recording import Recording
     from scio_recorder.recording.feed import Share
-    from scio_recorder.recording.options import Reduce, Transforms
-    from scio_recorder.recording.rows import Rows
     from scio_recorder.stores import Store
 
 
@@ -249,6 +247,7 @@ class AnalysisMethods(Collecting):
 
         return sweep(self.capture, clean, corrupted, metric, positions, estimate=estimate)
 
+    @shows(PartKeywords)
     def collect_parts(
         self,
         make_batches: Callable[[int], Iterable[Any]],
@@ -256,17 +255,7 @@ class AnalysisMethods(Collecting):
         *,
         store: str | Store,
         wait: bool = True,
-        reduce: Reduce | None = None,
-        transform: Transforms | None = None,
-        every: int = 1,
-        max_batches: int | None = None,
-        to_inputs: Callable[[Any], Any] | None = None,
-        sample_ids: Callable[[Any], Any] | None = None,
-        dtype: torch.dtype | None = None,
-        rows: Rows | None = None,
-        activation_postproc: Postprocessors | None = None,
-        stop_early: bool = False,
-        progress: bool = True,
+        **options: Unpack[PartKeywords],
     ) -> Recording:
         """Collect a dataset together with other processes, which may come and go.
 
@@ -289,17 +278,8 @@ class AnalysisMethods(Collecting):
         wait : bool, default True
             Wait until all parts are complete, and take over the parts of processes that die
             meanwhile. Otherwise this returns as soon as there is no part that it can take.
-        reduce, transform, to_inputs, dtype, rows, activation_postproc, stop_early : optional
-            As ``collect`` takes them. Reductions of the parts are merged.
-        every : int, default 1
-            Take every n-th batch of each part.
-        max_batches : int, optional
-            Stop after this number of taken batches of each part.
-        sample_ids : callable, optional
-            ``batch ->`` integers or strings, one for each sample, none twice in all parts. By
-            default sample ``i`` of part ``p`` has the id ``p * 10**12 + i``.
-        progress : bool, default True
-            Show a progress bar, on a terminal.
+        **options
+            Those of `CollectOptions`.
 
         Returns
         -------
@@ -334,13 +314,12 @@ class AnalysisMethods(Collecting):
         >>> folder.cleanup()
         """
         from scio_recorder.recording.collection import saying_what_is_durable
-        from scio_recorder.recording.options import CollectOptions
         from scio_recorder.workers.parts import Parts
 
-        asked = CollectOptions.among({**locals(), "resume": True})
+        asked = CollectOptions.of(AnalysisMethods.collect_parts, options, store=store, resume=True)
         parts = Parts(self.capture, make_batches, num_parts, asked, self._go_through)
         with saying_what_is_durable(store, num_parts):
-            return parts.collect(wait=wait, progress=progress)
+            return parts.collect(wait=wait)
 
     def _share_of(self, loader: Any, *, has_ids: bool) -> Share | None:
         from scio_recorder.workers.samplers import share_of

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from scio_recorder.nets.attention_calls import AttentionRecords
 from scio_recorder.nets.offers import nearest
 from scio_recorder.nets.records import LayerMapping, Records
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
+from scio_recorder.recording.options import CollectKeywords, CollectOptions, PassKeywords, shows
 from scio_recorder.tensors import private, private_distributed
 from scio_recorder.tensors.structures import map_tensors, tensors
 
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
     from scio_recorder.recording import Recording
     from scio_recorder.recording.collection import CollectedPasses, Collection
     from scio_recorder.recording.feed import Share
-    from scio_recorder.recording.options import Reduce, Transforms
-    from scio_recorder.recording.rows import Rows
-    from scio_recorder.stores import Plan, Store
+    from scio_recorder.stores import Plan
 
 # Only transformers' Trainer looks for it. It would mistake our forward's keywords for the
 # network's.
@@ -239,24 +238,8 @@ class Collecting(nn.Module):
         self._gradient_hooks[handle.id] = hook
         return handle
 
-    def collect(
-        self,
-        batches: Iterable[Any],
-        *,
-        store: str | Store | None = "auto",
-        reduce: Reduce | None = None,
-        transform: Transforms | None = None,
-        every: int = 1,
-        max_batches: int | None = None,
-        to_inputs: Callable[[Any], Any] | None = None,
-        sample_ids: Callable[[Any], Any] | None = None,
-        dtype: torch.dtype | None = None,
-        rows: Rows | None = None,
-        activation_postproc: Postprocessors | None = None,
-        stop_early: bool = False,
-        progress: bool = True,
-        resume: bool = False,
-    ) -> Recording:
+    @shows(CollectKeywords)
+    def collect(self, batches: Iterable[Any], **options: Unpack[CollectKeywords]) -> Recording:
         """Run the network over a dataset and keep the outputs of the recorded layers.
 
         The net runs under ``no_grad``, in its current mode. After ``rnet.compile()`` it runs
@@ -267,43 +250,8 @@ class Collecting(nn.Module):
         batches : iterable
             A DataLoader, a list, a generator. The net gets a batch that is a tensor, the first
             element of a tuple or list, and the entries of a mapping as keywords.
-        store : str, Store or None, default "auto"
-            Where samples go: "device", "host", "disk:PATH", "s3://BUCKET/RUN", an object of
-            :mod:`scio_recorder.stores`, None if all layers are reduced, or "auto", which
-            chooses by needed and free bytes.
-        reduce : Reduction, list of them or mapping by selector, optional
-            Summaries to keep instead of samples.
-        transform : callable or mapping by selector, optional
-            ``transform(activation, batch) -> Tensor [batch, ...]``: what to keep or reduce.
-        every : int, default 1
-            Take every n-th batch.
-        max_batches : int, optional
-            Stop after this number of taken batches.
-        to_inputs : callable, optional
-            ``batch ->`` a tensor, a tuple of positional or a dict of keyword inputs of the net, or
-            both as a pair ``(tuple, dict)``.
-        sample_ids : callable, optional
-            ``batch ->`` integers or strings, one for each sample, none twice. By default samples
-            are numbered from 0 on, and those of skipped batches are counted too. Samples that a
-            ``DistributedSampler`` gives this process have their indices in the dataset, and its
-            repeats are dropped. Other samplers that split a dataset need ids.
-        dtype : torch.dtype, optional
-            Keep floating-point activations in this dtype, rounded.
-        rows : Tokens or Nodes, optional
-            Keep one row for each token or node instead of each sample, without padding. Layers, or
-            the results of ``transform``, must be [batch, positions, ...] or [nodes, ...].
-        activation_postproc : callable, list or mapping, optional
-            Changes the output of recorded layers before it goes on through the network, as in
-            ``Recorder.forward``. The recording holds the outputs before that, but a post-processor
-            that works in place changes the recording too.
-        stop_early : bool, default False
-            Run the network no further than the last recorded layer.
-        progress : bool, default True
-            Show a progress bar, on a terminal.
-        resume : bool, default False
-            Continue the recording on disk. The loader must give the same samples in the same
-            order. A complete recording is returned as it is. Its loader is not read if it has the
-            same length as before; otherwise, another number of samples is an error.
+        **options
+            Those of `CollectOptions`.
 
         Returns
         -------
@@ -339,14 +287,15 @@ class Collecting(nn.Module):
         torch.Size([4, 4])
         """
         from scio_recorder.display.progress import progress_bar
-        from scio_recorder.recording import collection, feed, options
+        from scio_recorder.recording.collection import Collection, saying_what_is_durable
+        from scio_recorder.recording.feed import Feed
 
-        asked = options.CollectOptions.among(locals())
-        share = self._share_of(batches, has_ids=sample_ids is not None)
-        given = feed.Feed(batches, asked, share=share)
-        bar = progress_bar("collecting batches", given.num_batches, is_wanted=progress)
-        with collection.saying_what_is_durable(store):
-            return self._go_through(collection.Collection(self._capture, given), bar)
+        asked = CollectOptions.of(Collecting.collect, options)
+        share = self._share_of(batches, has_ids=asked.sample_ids is not None)
+        feed = Feed(batches, asked, share=share)
+        bar = progress_bar("collecting batches", feed.num_batches, is_wanted=asked.progress)
+        with saying_what_is_durable(asked.store):
+            return self._go_through(Collection(self._capture, feed), bar)
 
     def _go_through(
         self, collection: Collection, progress: AbstractContextManager[Advance]
@@ -475,52 +424,26 @@ class Collecting(nn.Module):
             why = why_not_called(self._net)
             warn(f"the network was not called in the block of watch: {why}")
 
+    @shows(PassKeywords, progress=False)
     @contextlib.contextmanager
-    def collecting(
-        self,
-        *,
-        store: str | Store | None = "auto",
-        reduce: Reduce | None = None,
-        transform: Transforms | None = None,
-        every: int = 1,
-        max_batches: int | None = None,
-        sample_ids: Callable[[Any], Any] | None = None,
-        dtype: torch.dtype | None = None,
-        rows: Rows | None = None,
-        activation_postproc: Postprocessors | None = None,
-        progress: bool = False,
-        resume: bool = False,
-    ) -> Iterator[CollectedPasses]:
+    def collecting(self, **options: Unpack[PassKeywords]) -> Iterator[CollectedPasses]:
         """Collect the outputs of the recorded layers in a block, whoever calls the network.
 
         Each call of the network is a pass, and its batch is the mapping of the arguments of the
         network's ``forward`` by name. The network runs as without the block: in the caller's modes,
         with gradients and training as they are. Passes leave no `activations`.
 
+        A batch is a pass here: ``every`` and ``max_batches`` count passes, the others run and are
+        not collected. ``transform`` gets no gradients, and ``sample_ids`` is called for passes that
+        begin samples. With ``rows``, a pass that receives a filled cache continues the samples of
+        the pass before, as in ``generate``: ``recording.rows["step"]`` counts the passes of a
+        sample, and ``recording.by_sample`` joins prompt and continuation. With ``resume``, durable
+        passes run again, and are not collected again; if the recording is complete, no pass is.
+
         Parameters
         ----------
-        store, reduce, dtype
-            As in :meth:`collect`.
-        transform : callable or mapping by selector, optional
-            ``transform(activation, batch) -> Tensor [batch, ...]``, without gradients.
-        every : int, default 1
-            Take every n-th pass. The others run and are not collected.
-        max_batches : int, optional
-            Take at most this number of passes.
-        sample_ids : callable, optional
-            ``batch ->`` integers or strings, one for each sample, none twice. It is called for
-            passes that begin samples.
-        rows : Tokens or Nodes, optional
-            As in :meth:`collect`. A pass that receives a filled cache continues the samples of the
-            pass before, as in ``generate``: ``recording.rows["step"]`` counts
-            the passes of a sample, and ``recording.by_sample`` joins prompt and continuation.
-        activation_postproc : callable, list or mapping, optional
-            As in :meth:`watch`. The recording holds the outputs of layers before it acts.
-        progress : bool, default False
-            Show a progress bar, on a terminal. Trainers have their own.
-        resume : bool, default False
-            Continue a recording on disk: durable passes run again, and are not collected again. If
-            the recording is complete, no pass is collected.
+        **options
+            Those of `CollectOptions`.
 
         Yields
         ------
@@ -554,22 +477,26 @@ class Collecting(nn.Module):
         >>> collection.recording["0-1"].shape
         torch.Size([12, 1])
         """
-        from scio_recorder.recording import collection, feed, options
+        from scio_recorder.recording.collection import (
+            CollectedPasses,
+            Collection,
+            saying_what_is_durable,
+        )
+        from scio_recorder.recording.feed import Feed
 
         if self._collected is not None:
             raise CollectError(
                 "the recorder is collecting already: leave that block first, or use another "
                 "Recorder of the same network"
             )
-        asked = options.CollectOptions.among(locals())
+        asked = CollectOptions.of(Collecting.collecting, options, progress=False)
         # An iterator, since the number of passes is not known.
-        given = feed.Feed(iter(()), asked)
-        passes = collection.Collection(self._capture, given, is_of_others=True)
-        collected = collection.CollectedPasses(passes)
+        collection = Collection(self._capture, Feed(iter(()), asked), is_of_others=True)
+        collected = CollectedPasses(collection)
         with (
-            collection.saying_what_is_durable(store),
-            collected.open(progress=progress),
-            self._around(Watcher(None, activation_postproc)),
+            saying_what_is_durable(asked.store),
+            collected.open(),
+            self._around(Watcher(None, asked.activation_postproc)),
         ):
             self._collected = collected
             try:

@@ -19,8 +19,8 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
 from scio_recorder.recording.continuing import ContinuedPass
 from scio_recorder.recording.options import LayerOptions, Transform
-from scio_recorder.recording.recipes import restore, states_of
 from scio_recorder.recording.rows import BatchRows
+from scio_recorder.recording.settings import restore, states_of
 from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.base import SampleReduction, several
 from scio_recorder.stores import Column, State, StoreWriter

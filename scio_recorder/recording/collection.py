@@ -23,10 +23,10 @@ from scio_recorder.recording.advice import Advice, raise_for_batch
 from scio_recorder.recording.collect_sink import Batch, CollectSink, LayerSinks, RowColumns
 from scio_recorder.recording.continuing import ContinuedPass, Continuing
 from scio_recorder.recording.feed import Feed
-from scio_recorder.recording.made_with import made_with
 from scio_recorder.recording.options import LayerOptions
 from scio_recorder.recording.recording import Recording, open_recording
 from scio_recorder.recording.rows import BatchRows, Source
+from scio_recorder.recording.settings import made_with
 from scio_recorder.stores import Job, State, Store, StoreWriter, as_store
 from scio_recorder.stores.disk import check_copies
 from scio_recorder.stores.disk_format.description import complete_ranks, medium_at, read_description
@@ -572,17 +572,12 @@ class CollectedPasses:
         return f"CollectedPasses({self._collection.feed.number})"
 
     @contextlib.contextmanager
-    def open(self, *, progress: bool) -> Iterator[None]:
-        """Open the store inside a block.
-
-        Parameters
-        ----------
-        progress : bool
-            Whether to show a progress bar.
-        """
+    def open(self) -> Iterator[None]:
+        """Open the store inside a block."""
         self._opened = opened = self._collection.open()
+        bar = progress_bar("collecting passes", None, is_wanted=opened.asked.progress)
         try:
-            with progress_bar("collecting passes", None, is_wanted=progress) as self._advance:
+            with bar as self._advance:
                 yield
             opened.check_end()
             if opened.is_empty:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +17,21 @@ from scio_recorder.errors import CollectError
 from scio_recorder.layer import Layer, RowIdx, TensorSpec, few, text_of
 from scio_recorder.nets.selection import by_selector, selector_for
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
-from scio_recorder.recording.recipes import recipes_of
-from scio_recorder.recording.rows import Rows, rows_or_none
-from scio_recorder.reductions import Reduction
-from scio_recorder.reductions.base import Reductions, several
-from scio_recorder.stores import Store
 from scio_recorder.tensors.arguments import floating_or_none, takes, whole
 from scio_recorder.tensors.copies import dtype_name
 
+# A recorder imports this module for the signatures of its methods, and no more of this room.
+if TYPE_CHECKING:
+    from scio_recorder.recording.rows import Rows
+    from scio_recorder.reductions import Reduction
+    from scio_recorder.reductions.base import Reductions
+    from scio_recorder.stores import Store
+
+F = TypeVar("F", bound=Callable[..., Any])
 Transform: TypeAlias = Callable[[Any, Any], Tensor]
 Transforms: TypeAlias = Transform | Mapping[Any, Transform]
 Reduce: TypeAlias = (
-    Reduction | Sequence[Reduction] | Mapping[Any, "Reduction | Sequence[Reduction]"]
+    "Reduction | Sequence[Reduction] | Mapping[Any, Reduction | Sequence[Reduction]]"
 )
 
 
@@ -36,10 +41,43 @@ class CollectOptions:
 
     Parameters
     ----------
-    store, reduce, transform, every, max_batches, to_inputs, sample_ids : optional
-        As :meth:`scio_recorder.Recorder.collect` takes them.
-    dtype, rows, activation_postproc, stop_early, resume : optional
-        As :meth:`scio_recorder.Recorder.collect` takes them.
+    store : str, Store or None, default "auto"
+        Where samples go: "device", "host", "disk:PATH", "s3://BUCKET/RUN", an object of
+        :mod:`scio_recorder.stores`, None if all layers are reduced, or "auto", which
+        chooses by needed and free bytes.
+    reduce : Reduction, list of them or mapping by selector, optional
+        Summaries to keep instead of samples.
+    transform : callable or mapping by selector, optional
+        ``transform(activation, batch) -> Tensor [batch, ...]``: what to keep or reduce.
+    every : int, default 1
+        Take every n-th batch.
+    max_batches : int, optional
+        Stop after this number of taken batches.
+    to_inputs : callable, optional
+        ``batch ->`` a tensor, a tuple of positional or a dict of keyword inputs of the net, or
+        both as a pair ``(tuple, dict)``.
+    sample_ids : callable, optional
+        ``batch ->`` integers or strings, one for each sample, none twice. By default samples
+        are numbered from 0 on, and those of skipped batches are counted too. Samples that a
+        ``DistributedSampler`` gives this process have their indices in the dataset, and its
+        repeats are dropped. Other samplers that split a dataset need ids.
+    dtype : torch.dtype, optional
+        Keep floating-point activations in this dtype, rounded.
+    rows : Tokens or Nodes, optional
+        Keep one row for each token or node instead of each sample, without padding. Layers, or
+        the results of ``transform``, must be [batch, positions, ...] or [nodes, ...].
+    activation_postproc : callable, list or mapping, optional
+        Changes the output of recorded layers before it goes on through the network, as in
+        ``Recorder.forward``. The recording holds the outputs before that, but a post-processor
+        that works in place changes the recording too.
+    stop_early : bool, default False
+        Run the network no further than the last recorded layer.
+    progress : bool, default True
+        Show a progress bar, on a terminal.
+    resume : bool, default False
+        Continue the recording on disk. The loader must give the same samples in the same
+        order. A complete recording is returned as it is. Its loader is not read if it has the
+        same length as before; otherwise, another number of samples is an error.
 
     Raises
     ------
@@ -63,15 +101,18 @@ class CollectOptions:
     rows: Rows | None = None
     activation_postproc: Postprocessors | None = None
     stop_early: bool = False
+    progress: bool = True
     resume: bool = False
 
     def __post_init__(self) -> None:
+        from scio_recorder.recording.rows import rows_or_none
+
         self.every = whole("every", self.every, 1)
         if self.max_batches is not None:
             self.max_batches = whole("max_batches", self.max_batches, 1)
         for name in ("to_inputs", "sample_ids"):
-            given = getattr(self, name)
-            if given is not None and not takes(given, 1):
+            function = getattr(self, name)
+            if function is not None and not takes(function, 1):
                 raise CollectError(
                     f"{name} must be a function that is called with a batch alone: write "
                     f"{name}=lambda batch: ..."
@@ -80,10 +121,99 @@ class CollectOptions:
         rows_or_none(self.rows, CollectError)
 
     @classmethod
-    def among(cls, given: Mapping[str, Any]) -> Self:
-        """Return the options among the arguments of a function, which have the names of options."""
-        names = [field.name for field in fields(cls)]
-        return cls(**{name: given[name] for name in names if name in given})
+    def of(cls, function: Callable[..., Any], given: Mapping[str, object], **others: Any) -> Self:
+        """Return the options that a function was given.
+
+        Parameters
+        ----------
+        function : callable
+            A function that `shows` options: only those are its keywords.
+        given : mapping
+            Its keywords.
+        **others
+            Options that it decides itself.
+        """
+        for name in given.keys() - inspect.signature(function).parameters.keys():
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
+        return cls(**cast("dict[str, Any]", {**others, **given}))
+
+
+class SharedKeywords(TypedDict, total=False):
+    """The options of all functions that collect, for type checkers and editors."""
+
+    reduce: Reduce | None
+    transform: Transforms | None
+    every: int
+    max_batches: int | None
+    sample_ids: Callable[[Any], Any] | None
+    dtype: torch.dtype | None
+    rows: Rows | None
+    activation_postproc: Postprocessors | None
+    progress: bool
+
+
+class PartKeywords(SharedKeywords, total=False):
+    """The options of functions that run the network, such as ``collect_parts``."""
+
+    to_inputs: Callable[[Any], Any] | None
+    stop_early: bool
+
+
+class PassKeywords(SharedKeywords, total=False):
+    """The options of ``collecting``."""
+
+    store: str | Store | None
+    resume: bool
+
+
+class CollectKeywords(PartKeywords, PassKeywords, total=False):
+    """The options of ``collect``."""
+
+
+def shows(keywords: type, **defaults: Any) -> Callable[[F], F]:
+    """Show options in the signature and the docstring of a function that takes ``**options``.
+
+    Parameters
+    ----------
+    keywords : type
+        Those of its options, as a class of keywords.
+    **defaults
+        Defaults that are not those of `CollectOptions`.
+    """
+
+    def show(function: F) -> F:
+        signature = inspect.signature(function)
+        options = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(field.name, field.default),
+                annotation=field.type,
+            )
+            for field in fields(CollectOptions)
+            if field.name in keywords.__annotations__
+        ]
+        others = [each for name, each in signature.parameters.items() if name != "options"]
+        shown: Any = function
+        shown.__signature__ = signature.replace(parameters=[*others, *options])
+        # Python's option -OO removes docstrings.
+        if function.__doc__ is not None:
+            texts = [_explained(option.name, option.default) for option in options]
+            shown.__doc__ = re.sub(
+                r"( *)\*\*options\n(\1 +.*\n)+",
+                lambda found: re.sub(r"(?m)^(?=.)", found[1], "".join(texts)),
+                function.__doc__,
+            )
+        return function
+
+    return show
+
+
+def _explained(name: str, default: object) -> str:
+    """Return the lines on an option in the docstring above."""
+    text = inspect.cleandoc(CollectOptions.__doc__ or "")
+    lines = re.search(rf"(?m)^{name} : .*\n(    .*\n)+", text)
+    return re.sub("default (True|False)", f"default {default}", lines[0]) if lines else ""
 
 
 class LayerOptions:
@@ -103,17 +233,20 @@ class LayerOptions:
     """
 
     def __init__(self, capture: Capture, asked: CollectOptions) -> None:
+        from scio_recorder.recording.settings import fresh
+
         program = capture.program
         self.architecture, self.recording = program.architecture, program.recording
         self.with_inputs, self.counts_calls = program.options.inputs, program.counts_calls
         self.asked = asked
         self._check()
-        given = asked.activation_postproc
+        posts = asked.activation_postproc
         # Post-processors by layer.
-        self.posts = None if given is None else assign(program.architecture, program.order, given)
+        self.posts = None if posts is None else assign(program.architecture, program.order, posts)
         # All are fresh: the user's reductions are patterns.
         self.reductions: dict[RowIdx, Reductions] = {
-            label: _fresh(given) for label, given in self._by_layer(asked.reduce, "reduce").items()
+            label: fresh(pattern)
+            for label, pattern in self._by_layer(asked.reduce, "reduce").items()
         }
         # Calls of the network in a user's function are no part of the pass.
         self.run_aside = capture.site.local.run_aside
@@ -185,9 +318,9 @@ class LayerOptions:
     @property
     def keeps_rows(self) -> bool:
         """Whether what is kept has an entry for each row, which needs the row's sample."""
-        every = map(several, self.reductions.values())
-        reduced = any(one.keeps_rows for each in every for one in each)
-        return self.asked.store is not None or reduced
+        lists = (one if isinstance(one, list) else [one] for one in self.reductions.values())
+        is_reduced_by_row = any(reduction.keeps_rows for each in lists for reduction in each)
+        return self.asked.store is not None or is_reduced_by_row
 
     @property
     def has_shards(self) -> bool:
@@ -200,6 +333,8 @@ class LayerOptions:
         Functions count only by whether they are given, since they can't be compared. The weights of
         the net are missing, since reading all of them takes time: see `weights_digest`.
         """
+        from scio_recorder.recording.settings import recipes_of
+
         asked = self.asked
         reductions = {text_of(label): recipes_of(each) for label, each in self.reductions.items()}
         return {
@@ -240,16 +375,3 @@ def _mode_of(net: nn.Module) -> str:
     base = "train mode" if net.training else "eval mode"
     others = [repr(name) for name, inner in net.named_modules() if inner.training != net.training]
     return f"{base}, but for {', '.join(others)}" if others else base
-
-
-def _fresh(given: Any) -> Reductions:
-    if isinstance(given, Reduction):
-        return given.fresh()
-    if isinstance(given, list | tuple) and given and all(isinstance(r, Reduction) for r in given):
-        return [reduction.fresh() for reduction in given]
-    shown = given.__name__ if isinstance(given, type) else repr(given)
-    hint = f": write {shown}()" if isinstance(given, type) else ""
-    raise CollectError(
-        f"reduce has {shown} where a reduction is expected{hint}; give objects such as "
-        "scio_recorder.reductions.Mean(), a list of them, or a mapping by selector"
-    )

@@ -23,7 +23,7 @@ from scio_recorder.recording.loader import (
     place_of,
     rows_of,
 )
-from scio_recorder.recording.recipes import from_recipes, recipes_of, states_of
+from scio_recorder.recording.settings import from_recipes, recipes_of, states_of
 from scio_recorder.recording.showing import Showing
 from scio_recorder.reductions.base import Reductions
 from scio_recorder.stores import Disk, Job

@@ -15,8 +15,8 @@ from scio_recorder.display.outline import Listed, Listing, Outline, num_recorded
 from scio_recorder.display.page import Outlined, check_page, recording_page, write_page
 from scio_recorder.errors import ArgumentError, needing
 from scio_recorder.layer import RowIdx, counted
-from scio_recorder.recording.made_with import in_words
 from scio_recorder.recording.readable import Readable
+from scio_recorder.recording.settings import in_words
 from scio_recorder.recording.statistics import summarise
 from scio_recorder.reductions.base import several
 from scio_recorder.tensors.arguments import whole

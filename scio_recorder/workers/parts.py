@@ -165,7 +165,7 @@ class Parts:
             )
         self._weights: str | None = None
 
-    def collect(self, *, wait: bool, progress: bool) -> Recording:
+    def collect(self, *, wait: bool) -> Recording:
         """Take parts until none is left that can be taken, and return the recording."""
         pattern = self._collection((), 0)
         _check_mergeable(pattern.layers)
@@ -173,10 +173,11 @@ class Parts:
         self._weights = settings["weights"]
         header = {"architecture": self.capture.architecture.to_dict(), **settings}
         holder = {"machine": machine(), "host": socket.gethostname(), "pid": os.getpid()}
+        bar = progress_bar("collecting parts", self.num_parts, is_wanted=self.asked.progress)
         with (
             terminable(),
             closing(medium_at(self._store.path, makes_it=True)) as self._medium,
-            progress_bar("collecting parts", self.num_parts, is_wanted=progress) as self._advance,
+            bar as self._advance,
         ):
             path = self._medium.path
             self._medium.check_writable(0)

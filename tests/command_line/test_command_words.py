@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import sys
@@ -16,6 +17,7 @@ import scio_recorder
 from scio_recorder import Recorder
 from scio_recorder.command_line import main
 from scio_recorder.command_line.command_words import command_message, command_warnings
+from scio_recorder.recording.options import CollectOptions
 
 PACKAGE = Path(scio_recorder.__file__).parent
 
@@ -128,6 +130,18 @@ def test_no_message_leaves_a_keyword_of_python_unexplained() -> None:
                 found += 1
                 assert f"{keyword}=..." in said.partition("In Python, write ")[2], text
     assert found > 20
+
+
+def test_the_command_has_the_options_that_need_no_code(capsys: pytest.CaptureFixture[str]) -> None:
+    words = {"store": "--out", "dtype": "--keep-dtype"}
+    of_code = {"reduce", "transform", "to_inputs", "sample_ids", "activation_postproc"}
+    left_out = of_code | {"stop_early", "progress"}
+    with pytest.raises(SystemExit):
+        main(["collect", "--help"])
+    offered = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    for field in dataclasses.fields(CollectOptions):
+        word = words.get(field.name, f"--{field.name.replace('_', '-')}")
+        assert (word in offered) == (field.name not in left_out), field.name
 
 
 def test_a_warning_is_one_line_in_words_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

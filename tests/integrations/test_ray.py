@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -140,13 +139,6 @@ def test_wrong_arguments_are_refused_before_there_are_actors(monkeypatch):
     with pytest.raises(CollectError, match="make_batches is a list: give a function") as caught:
         collecting(make_recorder, make_batches(0))
     assert isinstance(caught.value, TypeError)
-
-
-def test_keywords_are_those_of_the_method():
-    ours, theirs = (inspect.signature(one) for one in (collect_parts, Recorder.collect_parts))
-    for name, parameter in theirs.parameters.items():
-        if name not in ("self", "wait"):
-            assert ours.parameters[name].default == parameter.default, name
 
 
 def test_what_makes_no_recorder():

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scio_recorder.errors import MissingPackageError
-from scio_recorder.recording.options import CollectOptions
+from scio_recorder.recording.options import CollectKeywords, CollectOptions
 from tests.project.pages import BLOCK, run_page
 
 ROOT = Path(__file__).parents[2]
@@ -61,8 +61,8 @@ SEAM = (
     "nets.architecture nets.attention_calls nets.hookable nets.offers nets.operations",
     "nets.records nets.refusals nets.selection nets.sharded nets.state.*",
     "recording recording.advice recording.collection recording.feed recording.loader",
-    "recording.made_with recording.options recording.readable recording.recording",
-    "recording.row_kinds recording.rows recording.statistics",
+    "recording.options recording.readable recording.recording",
+    "recording.row_kinds recording.rows recording.settings recording.statistics",
     "stores stores.disk stores.disk_tensor stores.kept_inputs stores.store",
     "stores.disk_format.description stores.disk_format.ids",
     "stores.disk_format.medium stores.disk_format.reader",
@@ -290,6 +290,9 @@ def test_functions_are_short() -> None:
     assert not long
 
 
+OPTIONS = dataclasses.fields(CollectOptions)
+
+
 @pytest.mark.parametrize(
     ("module", "path", "left_out"),
     [
@@ -303,8 +306,19 @@ def test_functions_are_short() -> None:
 )
 def test_options_of_collect_are_offered(module: str, path: str, left_out: set[str]) -> None:
     function = attrgetter(path)(public_module(module))
-    names = {field.name for field in dataclasses.fields(CollectOptions)}
-    assert names - inspect.signature(function).parameters.keys() == left_out
+    parameters = inspect.signature(function).parameters
+    assert {field.name for field in OPTIONS} - parameters.keys() == left_out
+    assert not missing_parameters(function)
+    # Trainers have bars of their own, and parts a place that all processes see.
+    differ = {("collecting", "progress"), ("collect_parts", "store")}
+    for field in OPTIONS:
+        if field.name in parameters and (function.__name__, field.name) not in differ:
+            assert parameters[field.name].default == field.default
+
+
+def test_type_checkers_know_the_options_of_collect() -> None:
+    kinds = {name: kind.__forward_arg__ for name, kind in CollectKeywords.__annotations__.items()}
+    assert kinds == {field.name: field.type for field in OPTIONS}
 
 
 def test_no_file_name_stands_twice() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scio_recorder import LayerNotFoundError, Recorder, open_recording
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.recording.recipes import states_of
+from scio_recorder.recording.settings import states_of
 from scio_recorder.reductions import Moments, Quantiles
 from scio_recorder.stores import Disk
 from scio_recorder.testing.undisturbed import assert_same

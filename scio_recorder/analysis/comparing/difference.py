@@ -32,7 +32,7 @@ from scio_recorder.errors import ComparisonError, needing
 from scio_recorder.layer import Label, Layer, Operation, OperationIdx, RowIdx, counted, few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import LayerMapping
-from scio_recorder.recording.made_with import in_words
+from scio_recorder.recording.settings import in_words
 
 if TYPE_CHECKING:
     import pandas as pd

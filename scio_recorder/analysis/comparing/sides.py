@@ -26,8 +26,8 @@ from scio_recorder.nets.refusals import refuse_unkeepable
 from scio_recorder.recording import Recording
 from scio_recorder.recording.advice import Advice, raise_for_batch
 from scio_recorder.recording.feed import Feed
-from scio_recorder.recording.made_with import made_with
 from scio_recorder.recording.rows import BatchRows, Rows, Source
+from scio_recorder.recording.settings import made_with
 from scio_recorder.reductions import Digest
 from scio_recorder.reductions.base import several
 from scio_recorder.stores.disk_tensor import bytes_of_row
