@@ -111,12 +111,12 @@ class LayerSummary:
 
 def draw_histograms(layers: Sequence[LayerSummary]) -> Figure:
     """Draw a histogram of each layer."""
-    drawn = [one for one in layers if one.bars is not None]
+    drawn = [summary for summary in layers if summary.bars is not None]
     columns = max(1, min(_COLUMNS, len(drawn)))
     rows = max(1, math.ceil(len(drawn) / columns))
     figure = blank((max(4.8, 2.4 * columns), max(3.0, 1.6 * rows + 0.5)))
-    for place, one in enumerate(drawn):
-        _histogram(figure.add_subplot(rows, columns, place + 1), one.layer, one.bars)
+    for place, summary in enumerate(drawn):
+        _histogram(figure.add_subplot(rows, columns, place + 1), summary.layer, summary.bars)
     figure.supxlabel("value", fontsize=9)
     figure.supylabel("share of values, square-root scale", fontsize=9)
     _name_others(figure, layers, drawn)
@@ -125,7 +125,7 @@ def draw_histograms(layers: Sequence[LayerSummary]) -> Figure:
 
 def draw_depth(layers: Sequence[LayerSummary]) -> Figure:
     """Draw mean, spread and extremes of each layer over the depth of the net."""
-    drawn = [one for one in layers if np.isfinite(_finite(one)[0])]
+    drawn = [summary for summary in layers if np.isfinite(_finite(summary)[0])]
     width = _width_of(len(drawn))
     figure = blank((width, 4.2))
     if drawn:
@@ -147,9 +147,9 @@ def _name_others(
     if not drawn:
         figure.text(0.5, 0.6, "There is nothing to draw.", ha="center", va="center")
     if len(drawn) < len(layers):
-        shown = {one.layer.label for one in drawn}
-        others = few([one.layer.label for one in layers if one.layer.label not in shown], 8)
-        figure.suptitle(f"Nothing to draw: {others}", x=0.01, ha="left", fontsize=8)
+        shown = {summary.layer.label for summary in drawn}
+        others = [summary.layer.label for summary in layers if summary.layer.label not in shown]
+        figure.suptitle(f"Nothing to draw: {few(others, 8)}", x=0.01, ha="left", fontsize=8)
 
 
 def blank(size: tuple[float, float]) -> Figure:
@@ -170,9 +170,9 @@ def blank(size: tuple[float, float]) -> Figure:
 
 def _finite(summary: LayerSummary) -> NDArray[np.float64]:
     """Return mean, std, low and high of the finite values; NaN if there are none."""
-    one = summary.finite or summary.values
-    found = np.array([one.mean, one.std, one.low, one.high], dtype=np.float64)
-    return np.where(np.isfinite(found), found, np.nan)
+    values = summary.finite or summary.values
+    numbers = np.array([values.mean, values.std, values.low, values.high], dtype=np.float64)
+    return np.where(np.isfinite(numbers), numbers, np.nan)
 
 
 def _histogram(axis: Axes, layer: Layer, bars: Bars | None) -> None:
@@ -194,7 +194,7 @@ def _histogram(axis: Axes, layer: Layer, bars: Bars | None) -> None:
 
 def _depth(axis: Axes, layers: Sequence[LayerSummary], width: float) -> None:
     places = np.arange(len(layers))
-    mean, std, low, high = np.array([_finite(one) for one in layers]).T
+    mean, std, low, high = np.array([_finite(summary) for summary in layers]).T
     spread = mean - std, mean + std
     axis.fill_between(places, *spread, color=BLUE, alpha=0.25, label="mean ± std")
     # The band is invisible if there is only one layer.
@@ -204,7 +204,7 @@ def _depth(axis: Axes, layers: Sequence[LayerSummary], width: float) -> None:
         axis.plot(places, values, color=VERMILION, marker=marker, markersize=3, linestyle=":")
     axis.plot([], [], color=VERMILION, linestyle=":", marker="^", markersize=3, label="min, max")
     _scale(axis, std)
-    _name_ticks(axis, "x", [short_title(one.layer, 20) for one in layers], width)
+    _name_ticks(axis, "x", [short_title(summary.layer, 20) for summary in layers], width)
     axis.set_xlabel("layer, in the order in which they return")
     axis.set_ylabel("value")
     axis.grid(axis="y", alpha=0.3)
@@ -464,7 +464,7 @@ def draw_attention(
 def _grid_of(count: int) -> tuple[int, int]:
     """Return numbers of columns and rows for several maps, if possible without a gap."""
     least = max(1, min(8, math.ceil(math.sqrt(count))))
-    columns = next((one for one in range(least, 9) if count % one == 0), least)
+    columns = next((number for number in range(least, 9) if count % number == 0), least)
     return columns, max(1, math.ceil(count / columns))
 
 

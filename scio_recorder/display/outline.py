@@ -123,16 +123,16 @@ def with_operations(rows: Iterable[Layer], operations: Iterable[Operation]) -> l
     times = [time for time, _ in ended]
     # The last row among those that had returned by then.
     latest = [0, *accumulate((at for _, at in ended), max)]
-    for one in operations:
-        time = one.completion or 0.0
-        place = max(at_of[one.layer.label], latest[bisect_left(times, time)])
-        placed.append((place, time, one))
-    return [row for *_, row in sorted(placed, key=lambda one: one[:2])]
+    for operation in operations:
+        time = operation.completion or 0.0
+        place = max(at_of[operation.layer.label], latest[bisect_left(times, time)])
+        placed.append((place, time, operation))
+    return [row for *_, row in sorted(placed, key=lambda entry: entry[:2])]
 
 
 def nodes(shown: Outline) -> list[Node]:
     """Return the rows with their nesting, which follows from their order and their depths."""
-    recorded, found = set(shown.recorded), list[Node]()
+    recorded, drawn = set(shown.recorded), list[Node]()
     rows = nested(shown.rows)
     # Seen from the last row backwards: the depths at which another row follows under the same
     # parent.
@@ -140,10 +140,10 @@ def nodes(shown: Outline) -> list[Node]:
     for row in reversed(rows):
         flags = tuple(depth in followed for depth in range(row.depth + 1))
         is_recorded, remark = row.label in recorded, shown.remarks.get(row.label)
-        found.append(Node(row, flags, depth_below > row.depth, is_recorded, remark))
+        drawn.append(Node(row, flags, depth_below > row.depth, is_recorded, remark))
         followed = {depth for depth in followed if depth < row.depth} | {row.depth}
         depth_below = row.depth
-    return found[::-1]
+    return drawn[::-1]
 
 
 def nested(rows: Iterable[Layer]) -> list[Layer]:
@@ -152,22 +152,26 @@ def nested(rows: Iterable[Layer]) -> list[Layer]:
     A container that is never called, such as a ModuleList, appears once. If its modules run in turn
     with others, it is repeated before those that follow.
     """
-    found, path = list[Layer](), list[Layer]()
+    ordered, path = list[Layer](), list[Layer]()
     idle = dict[str, Layer]()
     for row in rows:
-        depth = next((k for k, one in enumerate(path[: row.depth]) if not _holds(one, row)), None)
+        holders = enumerate(path[: row.depth])
+        depth = next((depth for depth, holder in holders if not _holds(holder, row)), None)
         if depth is not None:
-            around = [one for name, one in idle.items() if row.name.startswith(f"{name}.")]
-            again = [one for one in around if depth <= one.depth < row.depth]
+            again = [
+                container
+                for name, container in idle.items()
+                if row.name.startswith(f"{name}.") and depth <= container.depth < row.depth
+            ]
             # By one of its own names: a shared module may run inside others.
             if len(again) == row.depth - depth:
-                found += again
+                ordered += again
                 path[depth:] = again
-        found.append(row)
+        ordered.append(row)
         path[row.depth :] = [row]
         if not row.executed:
             idle[row.name] = row
-    return found
+    return ordered
 
 
 def _holds(container: Layer, row: Layer) -> bool:

@@ -184,23 +184,22 @@ def recording_page(
     >>> "<h1>&lt;empty&gt;</h1>" in html, "://" in html
     (True, False)
     """
-    worst_first = sorted(layers, key=lambda one: (not _faults(one), not _explosions(one)))
-    troubles = [(one.layer, said) for one in worst_first if (said := _troubles(one))]
+    worst_first = sorted(layers, key=lambda layer: (not _faults(layer), not _explosions(layer)))
+    troubles = [(summary.layer, said) for summary in worst_first if (said := _troubles(summary))]
     same: dict[str, tuple[Bars, list[Layer]]] = {}
-    for one in layers:
-        if one.bars is not None:
+    for summary in layers:
+        if summary.bars is not None:
             # Layers that only hand on their input, as Identity and a container of one layer do.
-            key = repr((one.values, one.bars))
-            same.setdefault(key, (one.bars, []))[1].append(one.layer)
+            key = repr((summary.values, summary.bars))
+            same.setdefault(key, (summary.bars, []))[1].append(summary.layer)
     return rendered(
         "recording.html",
         title=title,
         facts=facts,
         notes=notes,
         troubles=troubles,
-        layers=[one.layer for one in layers],
-        # Faults are shown only where there are any.
-        columns=[one for one in _columns(layers) if one.alarms or one.name not in ("NaN", "Inf")],
+        layers=[summary.layer for summary in layers],
+        columns=_columns(layers),
         histograms=list(same.values()),
         outline=outline,
     )
@@ -234,8 +233,9 @@ def _explosions(summary: LayerSummary) -> list[str]:
 
 
 def _columns(layers: Sequence[LayerSummary]) -> list[Column]:
-    values, units = [one.values for one in layers], [one.units for one in layers]
-    zeros = [one.zeros for one in values]
+    values, units = [summary.values for summary in layers], [summary.units for summary in layers]
+    zeros, sizes = [every.zeros for every in values], [summary.num_bytes for summary in layers]
+    faults = [_counts("NaN", values, "nans"), _counts("Inf", values, "infinities")]
     return [
         _figures("Mean", values),
         # The spread of a single value is rightly nan.
@@ -243,25 +243,25 @@ def _columns(layers: Sequence[LayerSummary]) -> list[Column]:
         _figures("Min", values, "low"),
         _figures("Max", values, "high"),
         Column("Zeros", ["" if share is None else f"{share:.1%}" for share in zeros], zeros),
-        _counts("NaN", values, "nans"),
-        _counts("Inf", values, "infinities"),
+        # Faults are shown only where there are any.
+        *(column for column in faults if column.alarms),
         _counts("Units", units, "count")._replace(alarms=()),
         _counts("Dead", units),
         _counts("Saturated", units),
-        Column("Kept", list(map(_kept, layers)), [one.num_bytes for one in layers], (), "kept"),
+        Column("Kept", list(map(_kept, layers)), sizes, (), "kept"),
     ]
 
 
 def _figures(name: str, values: Sequence[ValueStatistics], key: str = "") -> Column:
     """Return a column of numbers that should be finite."""
-    numbers = [getattr(one, key or name.lower()) for one in values]
-    odd = {place for place, one in enumerate(numbers) if one and not math.isfinite(one)}
+    numbers = [getattr(statistics, key or name.lower()) for statistics in values]
+    odd = {place for place, number in enumerate(numbers) if number and not math.isfinite(number)}
     return Column(name, list(map(number_text, numbers)), numbers, odd)
 
 
 def _counts(name: str, of: Sequence[object], key: str = "") -> Column:
     """Return a column of counts that should be zero, of what may be unknown."""
-    counts = [getattr(one, key or name.lower(), None) for one in of]
+    counts = [getattr(statistics, key or name.lower(), None) for statistics in of]
     texts = ["" if count is None else f"{count:,}" for count in counts]
     return Column(name, texts, counts, {place for place, count in enumerate(counts) if count})
 

@@ -126,10 +126,10 @@ def about(recording: Readable, columns: Sequence[ExportedColumn]) -> dict[str, A
     said: dict[str, Any] = {
         "complete": recording.complete,
         "fingerprint": recording.architecture.fingerprint,
-        "layers": {one.name: one.about for one in columns if one.layer is not None},
+        "layers": {column.name: column.about for column in columns if column.layer is not None},
     }
     if recording.has_rows:
-        said["rows"] = {one.name: one.about for one in columns if one.layer is None}
+        said["rows"] = {column.name: column.about for column in columns if column.layer is None}
     return said
 
 
@@ -177,15 +177,15 @@ def values_of(
 ) -> dict[str, Any]:
     """Return the ids and values of a part by the names of columns."""
     ids = ids_of_rows(recording, *part)
-    return {SAMPLE_ID: ids} | {one.name: plain(one.read(*part)) for one in columns}
+    return {SAMPLE_ID: ids} | {column.name: plain(column.read(*part)) for column in columns}
 
 
 def _record_batch(pa: Any, schema: pa.Schema, values: dict[str, Any]) -> pa.RecordBatch:
     arrays = [
-        pa.FixedShapeTensorArray.from_numpy_ndarray(one)
-        if isinstance(one, np.ndarray) and one.ndim > 1
-        else pa.array(one, kind)
-        for one, kind in zip(values.values(), schema.types, strict=True)
+        pa.FixedShapeTensorArray.from_numpy_ndarray(rows)
+        if isinstance(rows, np.ndarray) and rows.ndim > 1
+        else pa.array(rows, kind)
+        for rows, kind in zip(values.values(), schema.types, strict=True)
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -230,7 +230,8 @@ def to_datasets(recording: Readable, path: str | os.PathLike[str]) -> datasets.D
 def to_zarr(recording: Readable, path: str | os.PathLike[str]) -> zarr.Group:
     """Do what ``Recording.to_zarr`` says."""
     library = _imported("zarr", "zarr")
-    columns = [replace(one, name=quote(one.name, safe="")) for one in columns_of(recording)]
+    columns = columns_of(recording)
+    columns = [replace(column, name=quote(column.name, safe="")) for column in columns]
     id_type = type_of_ids(recording)
     line = "row" if recording.has_rows else "sample"
     with _new_folder(path) as folder:

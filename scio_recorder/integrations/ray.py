@@ -144,8 +144,8 @@ class _Worker:
         rnet.collect_parts(make_batches, num_parts, **options)
 
 
-def _is_recorder(given: Any) -> bool:
-    return isinstance(given, nn.Module) and hasattr(given, "collect_parts")
+def _is_recorder(value: Any) -> bool:
+    return isinstance(value, nn.Module) and hasattr(value, "collect_parts")
 
 
 def _wait(tasks: list[Any], path: str, num_parts: int, *, progress: bool) -> None:

@@ -103,7 +103,7 @@ def add_activations(
             if statistic in chosen:
                 writer.add_scalar(f"{tag}_{statistic}/{name}", number, global_step, walltime)
         if histograms and running.num_finite:
-            finite = torch.cat([one[one.isfinite()].double() for one in real_tensors(value)])
+            finite = torch.cat([x[x.isfinite()].double() for x in real_tensors(value)])
             writer.add_histogram(f"{tag}/{name}", finite, global_step, walltime=walltime)
 
 

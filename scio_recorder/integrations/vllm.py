@@ -120,13 +120,13 @@ class _HiddenStates(RowReader):
                     f"{self._path_of(name)} holds other shapes or dtypes than {self.requests[0]}"
                     f"{_SUFFIX}: keep the files of different nets in different folders"
                 )
-        found, features = kind.states.shape
-        if found != num_layers:
+        num_held, features = kind.states.shape
+        if num_held != num_layers:
             raise RecordingError(
-                f"the files in {path} hold {found} layers, and layers= names {num_layers}: give a "
-                "name for each layer"
+                f"the files in {path} hold {num_held} layers, and layers= names {num_layers}: give "
+                "a name for each layer"
             )
-        self.starts = list(accumulate((one.length for one in files), initial=0))
+        self.starts = list(accumulate((file.length for file in files), initial=0))
         self.table = {
             **dict.fromkeys(
                 map(str, range(num_layers)), TensorSpec((features,), kind.states.dtype)
@@ -138,10 +138,10 @@ class _HiddenStates(RowReader):
     def _file_of(self, request: str) -> _File:
         path = self._path_of(request)
         with _opened(path) as file:
-            found = sorted(file.keys())
-            if not {_STATES, _TOKENS} <= set(found):
+            keys = sorted(file.keys())
+            if not {_STATES, _TOKENS} <= set(keys):
                 raise RecordingError(
-                    f"{path} holds {', '.join(found) or 'nothing'}, not {_STATES} and {_TOKENS}: "
+                    f"{path} holds {', '.join(keys) or 'nothing'}, not {_STATES} and {_TOKENS}: "
                     "it is not a file of hidden states from vLLM"
                 )
             states, tokens = file.get_slice(_STATES), file.get_slice(_TOKENS)
@@ -164,15 +164,15 @@ class _HiddenStates(RowReader):
             return
         with _opened(self._path_of(self.requests[number])) as file:
             if name == _TOKEN:
-                found = file.get_slice(_TOKENS)[start:stop]
+                values = file.get_slice(_TOKENS)[start:stop]
             else:
                 # Only this layer's part of the mapped memory is read.
-                found = file.get_slice(_STATES)[start:stop, int(name)]
-            if (found.shape, found.dtype) != (to.shape, to.dtype):
+                values = file.get_slice(_STATES)[start:stop, int(name)]
+            if (values.shape, values.dtype) != (to.shape, to.dtype):
                 raise RecordingError(
                     f"{self.path} no longer has the files that it had when it was opened"
                 )
-            to.copy_(found)
+            to.copy_(values)
 
     def _path_of(self, request: str) -> str:
         return os.path.join(self.path, request + _SUFFIX)
@@ -224,21 +224,21 @@ def _is_locked(path: str) -> bool:
     return False
 
 
-def _architecture(given: Sequence[str | int | DepthIdx]) -> Architecture:
+def _architecture(layers: Sequence[str | int | DepthIdx]) -> Architecture:
     """Return an architecture of layers with these names or labels, side by side."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise ArgumentError(f"layers={given!r}: give a list of names, labels or numbers")
-    numbers = [key for key in given if isinstance(key, int)]
+    if isinstance(layers, str) or not isinstance(layers, Sequence):
+        raise ArgumentError(f"layers={layers!r}: give a list of names, labels or numbers")
+    numbers = [key for key in layers if isinstance(key, int)]
     if numbers != sorted(numbers):
         raise ArgumentError(
-            f"layers={given!r}: numbers must rise, since networks gather layers from the first to "
+            f"layers={layers!r}: numbers must rise, since networks gather layers from the first to "
             "the last, whatever the order of the request; give names if your network differs"
         )
-    labels = [label_of(key) or Label((1, place + 1)) for place, key in enumerate(given)]
-    names = [str(label_of(key) or key) for key in given]
+    labels = [label_of(key) or Label((1, place + 1)) for place, key in enumerate(layers)]
+    names = [str(label_of(key) or key) for key in layers]
     if not names or min(len(set(names)), len(set(labels))) < len(names):
-        raise ArgumentError(f"layers={given!r}: give each layer a name or a label of its own")
-    layers = [
+        raise ArgumentError(f"layers={layers!r}: give each layer a name or a label of its own")
+    side_by_side = [
         Layer(
             label=label,
             name=name,
@@ -253,4 +253,4 @@ def _architecture(given: Sequence[str | int | DepthIdx]) -> Architecture:
         )
         for place, (label, name) in enumerate(zip(labels, names, strict=True))
     ]
-    return Architecture(layers, {layer.name: (layer.label,) for layer in layers})
+    return Architecture(side_by_side, {layer.name: (layer.label,) for layer in side_by_side})

@@ -333,6 +333,18 @@ def test_each_row_shows_its_own_layer(tmp_path: Path) -> None:
     assert frame["nan"].tolist() != frame["inf"].tolist()
 
 
+def test_rows_are_sorted_by_the_numbers_that_are_shown(tmp_path: Path) -> None:
+    cell = r'class="number" data-value="(.*?)">(?:<span class="alarm">)?(.*?)<'
+    cells = re.findall(cell, text(small_recording(), tmp_path))
+    assert {"", "nan", "-inf"} < {shown for _, shown in cells}
+    for key, shown in cells:
+        if shown in ("", "nan"):
+            assert key == "", "it comes last"
+        else:
+            number = float(shown.rstrip("%").replace(",", "")) / (100 if "%" in shown else 1)
+            assert float(key) == pytest.approx(number, rel=1e-3, abs=5e-4)
+
+
 def test_columns_without_any_text_are_left_out(tmp_path: Path) -> None:
     known = {"Layer", "Name", "Type", "Kept"}
     samples = torch.randn(6, 3)

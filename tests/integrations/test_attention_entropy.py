@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from scio_recorder.integrations import lightning
 from scio_recorder.integrations.transformers import LayerStatsMonitor
 from scio_recorder.nets import attention
-from tests.integrations.trainer_arguments import quiet_arguments
+from tests.integrations.trainings import quiet_arguments
 
 STATISTICS = ["attention_entropy"]
 

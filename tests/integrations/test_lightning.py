@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -21,13 +20,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, SelectorTypeError
 from scio_recorder.integrations.lightning import LayerStatsMonitor
+from tests.integrations.trainings import by_hand, hooks, scalars_by_hand
 
 # Lightning's advice on loops of validation and the like.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
 )
-
-STATISTICS = ("mean", "std", "norm", "zeros", "nonfinite")
 
 
 class Model(LightningModule):
@@ -66,8 +64,8 @@ def loader(data: Tensor) -> DataLoader[Any]:
 
 
 def trainer(tmp_path: Path, *callbacks: Any, **options: Any) -> Trainer:
-    logger = options.pop("logger", None) or CSVLogger(str(tmp_path), version="log")
     defaults: dict[str, Any] = {
+        "logger": CSVLogger(str(tmp_path), version="log"),
         "accelerator": "cpu",
         "devices": 1,
         "max_epochs": 1,
@@ -77,24 +75,13 @@ def trainer(tmp_path: Path, *callbacks: Any, **options: Any) -> Trainer:
         "enable_checkpointing": False,
         "default_root_dir": str(tmp_path),
     }
-    return Trainer(callbacks=list(callbacks), logger=logger, **(defaults | options))
+    return Trainer(callbacks=list(callbacks), **(defaults | options))
 
 
 def rows(tmp_path: Path) -> list[dict[str, str]]:
     (file,) = tmp_path.rglob("metrics.csv")
     with file.open() as lines:
         return list(csv.DictReader(lines))
-
-
-def by_hand(parts: list[Tensor]) -> dict[str, float]:
-    values = torch.cat([part.detach().flatten() for part in parts]).double().numpy()
-    return {
-        "mean": values.mean(),
-        "std": values.std(ddof=1),
-        "norm": np.linalg.norm(values),
-        "zeros": np.mean(values == 0),
-        "nonfinite": 0,
-    }
 
 
 def steps_by_hand(model: Model, data: Tensor, accumulate: int = 1) -> Iterator[dict[str, Any]]:
@@ -113,13 +100,7 @@ def steps_by_hand(model: Model, data: Tensor, accumulate: int = 1) -> Iterator[d
         out = keep("act", model.act(keep("head", model.head(hidden))))
         ((out - 1).square().mean() / accumulate).backward()
         if number % accumulate == 0:
-            step = {}
-            for name, tensors in kept.items():
-                for key, value in by_hand(tensors).items():
-                    step[f"activations_{key}/{name}"] = value
-                for key, value in by_hand([tensor.grad for tensor in tensors]).items():
-                    step[f"gradients_{key}/{name}"] = value
-            yield step
+            yield scalars_by_hand(kept)
             kept.clear()
             optimizer.step()
             optimizer.zero_grad()
@@ -179,7 +160,7 @@ def test_steps_of_two_optimizers_count_together(data: Tensor, tmp_path: Path) ->
             (bare(batch) - 1).square().mean().backward()
             optimizer.step()
         assert not torch.equal(*returned)
-        expected.append(by_hand(returned)["mean"])
+        expected.append(by_hand(*returned)["mean"])
     trainer(tmp_path, LayerStatsMonitor()).fit(model, loader(data))
     means = [float(row["activations_mean/encoder.0"]) for row in rows(tmp_path)]
     # Two orders of summation in float32.
@@ -207,7 +188,7 @@ def test_steps_that_return_nothing_count(accumulate: int, data: Tensor, tmp_path
         if index % 2 == 0:
             ((bare(batch + index) - 1).square().mean() / accumulate).backward()
         if (index + 1) % accumulate == 0:
-            expected.append(by_hand(returned)["mean"])
+            expected.append(by_hand(*returned)["mean"])
             returned = []
             optimizer.step()
             optimizer.zero_grad()
@@ -226,13 +207,6 @@ def test_training_is_bit_for_bit_the_same(data: Tensor, tmp_path: Path) -> None:
     trainer(tmp_path / "seen", LayerStatsMonitor()).fit(model, loader(data), loader(data))
     for one, other in zip(bare.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def hooks(model: nn.Module) -> int:
-    return sum(
-        len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
-        for module in model.modules()
-    )
 
 
 @pytest.mark.campaign
@@ -317,7 +291,7 @@ def test_manual_optimisation_of_two_networks(wrapped: bool, data: Tensor, tmp_pa
     assert [int(row["step"]) for row in rows(tmp_path)] == list(range(6))
     for batch, row in zip(data.split(4), rows(tmp_path), strict=True):
         for name in ("one", "other"):
-            expected = by_hand([model.get_submodule(name)(batch)])["mean"]
+            expected = by_hand(model.get_submodule(name)(batch))["mean"]
             assert float(row[f"activations_mean/{name}"]) == pytest.approx(expected, rel=1e-4)
 
 
@@ -410,19 +384,8 @@ def test_early_stopping_can_watch_a_layer(data: Tensor, tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_without_a_logger_the_latest_is_kept(data: Tensor, tmp_path: Path) -> None:
     monitor = LayerStatsMonitor("head")
-    fitted = Trainer(
-        accelerator="cpu",
-        callbacks=[monitor],
-        logger=False,
-        log_every_n_steps=1,
-        max_epochs=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=str(tmp_path),
-    )
-    fitted.fit(Model(), loader(data))
-    assert len(monitor.latest) == 2 * len(STATISTICS)
+    trainer(tmp_path, monitor, logger=False).fit(Model(), loader(data))
+    assert len(monitor.latest) == 2 * 5, "five statistics of activations, and of gradients"
 
 
 @pytest.mark.campaign

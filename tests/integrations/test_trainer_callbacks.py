@@ -1,52 +1,38 @@
-"""The callbacks of transformers' Trainer in real trainings, against loops written out by hand."""
+"""LayerStatsMonitor in real trainings of transformers' Trainer, against loops by hand."""
 
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from scio_recorder import FlowError, NonFiniteError, Recorder
 from scio_recorder.errors import ArgumentError, LayerNotFoundError
-from scio_recorder.integrations.transformers import GuardCallback, LayerStatsMonitor
-from tests.integrations.trainer_arguments import quiet_arguments
+from scio_recorder.integrations.transformers import LayerStatsMonitor
+from tests.integrations.trainings import hooks, quiet_arguments, scalars_by_hand
 
 
 class Model(nn.Module):
-    """An encoder with an in-place operation, and a step from which on a layer makes NaNs."""
+    """An encoder with an in-place operation, and a step that fails."""
 
-    def __init__(self, fails_at: int | None = None, raises_at: int | None = None) -> None:
+    def __init__(self, raises_at: int | None = None) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True))
-        self.root = Root(fails_at)
         self.head = nn.Linear(6, 1)
         self.raises_at = raises_at
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        out = self.head(self.root(self.encoder(x)))
-        if self.training and self.root.step == self.raises_at:
-            raise ArithmeticError("as asked")
-        return {"loss": (out - 1).square().mean()}
-
-
-class Root(nn.Module):
-    def __init__(self, fails_at: int | None) -> None:
-        super().__init__()
-        self.fails_at = fails_at
         self.step = 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.step += self.training
-        return (x + 1) * torch.nan if self.step == self.fails_at else x + 1
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        out = self.head(self.encoder(x) + 1)
+        self.step += 1
+        if self.step == self.raises_at:
+            raise ArithmeticError("as asked")
+        return {"loss": (out - 1).square().mean()}
 
 
 @pytest.fixture
@@ -73,17 +59,6 @@ def rows(fitted: Trainer) -> list[dict[str, Any]]:
     return [row for row in history if any("/" in key for key in row)]
 
 
-def by_hand(parts: list[Tensor]) -> dict[str, float]:
-    values = torch.cat([part.detach().flatten() for part in parts]).double().numpy()
-    return {
-        "mean": values.mean(),
-        "std": values.std(ddof=1),
-        "norm": np.linalg.norm(values),
-        "zeros": np.mean(values == 0),
-        "nonfinite": 0,
-    }
-
-
 def steps_by_hand(model: Model, data: Tensor, accumulate: int) -> list[dict[str, float]]:
     """Train without a trainer, hooks or in-place operations; return each step's statistics."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -98,13 +73,7 @@ def steps_by_hand(model: Model, data: Tensor, accumulate: int) -> list[dict[str,
                 tensor.retain_grad()
                 kept[name].append(tensor)
             ((out - 1).square().mean() / accumulate).backward()
-        step = {}
-        for name, tensors in kept.items():
-            for key, value in by_hand(tensors).items():
-                step[f"activations_{key}/{name}"] = value
-            for key, value in by_hand([tensor.grad for tensor in tensors]).items():
-                step[f"gradients_{key}/{name}"] = value
-        steps.append(step)
+        steps.append(scalars_by_hand(kept))
         optimizer.step()
         optimizer.zero_grad()
     return steps
@@ -129,10 +98,6 @@ def test_every_step_is_as_by_hand(accumulate: int, data: Tensor, tmp_path: Path)
     # The trainer has logged its own values beside them.
     assert sum("loss" in row for row in fitted.state.log_history) == 6 // accumulate
     assert not hooks(model)
-
-
-def hooks(model: nn.Module) -> int:
-    return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
 
 
 def test_training_is_bit_for_bit_the_same(data: Tensor, tmp_path: Path) -> None:
@@ -195,7 +160,7 @@ def test_a_wrong_selector_is_noticed_before_the_first_step(data: Tensor, tmp_pat
     fitted.add_callback(LayerStatsMonitor(fitted, "haed"))
     with pytest.raises(LayerNotFoundError, match="head"):
         fitted.train()
-    assert model.root.step == 0
+    assert model.step == 0
 
 
 def test_values_reach_tensorboard(data: Tensor, tmp_path: Path, monkeypatch: Any) -> None:
@@ -250,63 +215,3 @@ def test_hooks_of_a_failed_step_go_when_asked_and_with_the_next_training(
     fitted.train()
     assert [row["step"] for row in rows(fitted)] == [1, 2, 3, 4, 5, 6]
     assert not hooks(model)
-
-
-def test_a_training_ends_where_a_nan_is_made(data: Tensor, tmp_path: Path) -> None:
-    model = Model(fails_at=3)
-    callback = GuardCallback(Recorder(model, input_data=data, verbose=0))
-    fitted = trainer(model, data, tmp_path)
-    fitted.add_callback(callback)
-    with pytest.raises(NonFiniteError, match=r"root \(Root\) made 24 NaN"):
-        fitted.train()
-    assert callback.guard is not None
-    assert callback.guard.origin is not None
-    assert callback.guard.origin.pass_number == 2
-    callback.close()
-    assert not hooks(model)
-
-
-@pytest.mark.campaign
-def test_a_program_that_the_nan_ends_says_nothing_more() -> None:
-    program = """
-from torch import nn, ones
-from scio_recorder import Recorder
-from scio_recorder.integrations.training import GuardedTraining
-
-net = nn.Linear(2, 2)
-guarded = GuardedTraining(Recorder(net, input_size=(1, 2)))
-guarded.begin_guard()
-net.weight.data.fill_(float("nan"))
-net(ones(1, 2))
-"""
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.stderr.splitlines()[-1].startswith("scio_recorder.errors.NonFiniteError: layer")
-    assert "Exception ignored" not in run.stderr
-
-
-def test_a_good_training_goes_through_and_leaves_nothing(data: Tensor, tmp_path: Path) -> None:
-    model = Model()
-    callback = GuardCallback(Recorder(model, input_data=data, verbose=0), action="record")
-    assert callback.guard is None
-    fitted = trainer(model, data, tmp_path)
-    fitted.add_callback(callback)
-    fitted.train()
-    fitted.train()
-    assert callback.guard is not None
-    assert callback.guard.num_passes == 6
-    assert not hooks(model)
-
-
-def test_another_network_is_no_training_of_this_one(data: Tensor, tmp_path: Path) -> None:
-    callback = GuardCallback(Recorder(Model(), input_data=data, verbose=0))
-    fitted = trainer(Model(), data, tmp_path)
-    fitted.add_callback(callback)
-    with pytest.raises(FlowError, match="not called"):
-        fitted.train()
-
-
-@pytest.mark.parametrize("wrong", [nn.Linear(4, 1), None, "net"])
-def test_what_is_no_recorder_is_refused_at_once(wrong: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"write GuardCallback\(Recorder\(net, \.\.\.\)\)"):
-        GuardCallback(wrong)
