@@ -153,112 +153,88 @@ def test_flow_that_depends_on_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Linear" in text
 
 
+SIZE = ["--input-size", "2,3"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["cli_nets"], ["'cli_nets'", "MODULE:NAME"]),
-        (["cli_nets:"], ["MODULE:NAME"]),
-        (["no_such_module_at_all:net"], ["no_such_module_at_all", "write mynets:build"]),
-        (["cli_broken:net"], ["cli_broken:net", "no_such_module_anywhere"]),
-        (["cli_nets:missing"], ["AttributeError", "missing"]),
-        (["cli_nets:number"], ["is of type int", "not a torch.nn.Module"]),
-        (["cli_leaving:net"], ["can't load cli_leaving:net", "it called sys.exit(3)"]),
-        (["cli_nets:leaving"], ["cli_nets:leaving", "it called sys.exit(4)"]),
-        (["cli_nets:broken"], ["failed", "RuntimeError: no weights here"]),
-        (["cli_nets:wants"], ["without arguments", "argument"]),
-        (["builtins:dict"], ["dict", "torch.nn.Module"]),
-        (["cli_nets:net", "--dtype", "int64", "--dtype", "int64"], ["2 --dtype", "1 --input-size"]),
-        (["cli_nets:net", "--dtype", "nn"], ["'nn' is not a dtype"]),
-        (["cli_nets:net", "--dtype", "flaot32"], ["the closest name is 'float32'"]),
+        (["cli_nets", *SIZE], ["'cli_nets'", "MODULE:NAME"]),
+        (["cli_nets:", *SIZE], ["MODULE:NAME"]),
+        (["no_such_module_at_all:net", *SIZE], ["no_such_module_at_all", "write mynets:build"]),
+        (["cli_broken:net", *SIZE], ["cli_broken:net", "no_such_module_anywhere"]),
+        (["cli_nets:missing", *SIZE], ["AttributeError", "missing"]),
+        (["cli_nets:number", *SIZE], ["is of type int", "not a torch.nn.Module"]),
+        (["cli_leaving:net", *SIZE], ["can't load cli_leaving:net", "it called sys.exit(3)"]),
+        (["cli_nets:leaving", *SIZE], ["cli_nets:leaving", "it called sys.exit(4)"]),
+        (["cli_nets:broken", *SIZE], ["failed", "RuntimeError: no weights here"]),
+        (["cli_nets:wants", *SIZE], ["without arguments", "argument"]),
+        (["builtins:dict", *SIZE], ["dict", "torch.nn.Module"]),
+        (["cli_nets.py:net", *SIZE], ["write cli_nets:net"]),
+        (["./src/cli_nets.py:net", *SIZE], ["write src.cli_nets:net"]),
+        (["cli_nets:Smal", *SIZE], ["the closest name is 'Small'"]),
+        (["cli_nets:Small.forwrd", *SIZE], ["the closest name is 'forward'"]),
+        (
+            ["cli_nets:net", "--dtype", "int64", "--dtype", "int64", *SIZE],
+            ["2 --dtype", "1 --input-size"],
+        ),
+        (["cli_nets:net", "--dtype", "nn", *SIZE], ["'nn' is not a dtype"]),
+        (["cli_nets:net", "--dtype", "flaot32", *SIZE], ["the closest name is 'float32'"]),
+        (["cli_nets:net", "--input-data", "cli_nets:tensor", "--dtype", "int64"], ["--dtype"]),
+        (["cli_nets:net", "--input-size", "2,5"], ["--input-size 2,5 failed", "2x5"]),
+        (["cli_nets:Image", "--input-size", "3,8,8"], ["write --input-size 1,3,8,8"]),
+        (["cli_nets:Image", "--input-data", "cli_nets:number"], ["got (int,", "a tensor, a tuple"]),
+        (["cli_nets:Image", "--input-data", "cli_nets:loader"], ["(DataLoader,", "next(iter("]),
+        (["cli_nets:Image", "--input-data", "cli_nets:pairs"], ["conv2d() received", "expected"]),
     ],
 )
 def test_wrong_use_is_one_line(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["summary", *arguments, "--input-size", "2,3"]) == 2
+    assert main(["summary", *arguments]) == 2
+    assert_one_line(capsys, words)
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    """Whether what was printed is one line about an error, with these words."""
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("scio-recorder: error: ")
     assert captured.err.count("\n") == 1
-    assert all(word in captured.err for word in words), captured.err
-
-
-def test_dtype_with_data_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["cli_nets:net", "--input-data", "cli_nets:tensor", "--dtype", "int64"]
-    assert main(["summary", *arguments]) == 2
-    assert "--dtype" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["cli_nets:net", "--input-size", "2,5"], ["--input-size 2,5 failed", "2x5"]),
-        (["cli_nets:Image", "--input-size", "3,8,8"], ["write --input-size 1,3,8,8"]),
-        (["cli_nets:Image", "--input-data", "cli_nets:number"], ["got (int,", "a tensor, a tuple"]),
-        (
-            ["cli_nets:Image", "--input-data", "cli_nets:loader"],
-            ["(DataLoader,", "next(iter("],
-        ),
-        (["cli_nets:Image", "--input-data", "cli_nets:pairs"], ["conv2d() received", "expected"]),
-    ],
-)
-def test_input_that_the_net_can_not_take(
-    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["summary", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("scio-recorder: error: ")
-    assert said.count("\n") == 1
-    assert [word for word in words if word not in said] == []
+    assert [word for word in words if word not in captured.err] == []
     # What torch would accept is not listed.
-    assert "padding" not in said
+    assert "padding" not in captured.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["unknown"], "unknown"),
-        (["summary", "cli_nets:net"], "--input-size"),
-        (["summary", "cli_nets:net", "--input-size", "1,x"], "1,3,32,32"),
-        (["summary", "cli_nets:net", "--input-size", "-1,3"], "--input-size"),
-        (["summary", "cli_nets:net", "--input-size=2,-3"], "not a shape"),
-        (["summary", "cli_nets:net", "--input-size=0,3"], "not a shape"),
-        (["summary", "a:b", "--input-size", "2", "--input-data", "c:d"], "not allowed with"),
-        (["demo", "--epochs", "many"], "--epochs"),
+        (["unknown"], ["unknown"]),
+        (["inspct", "run"], ["inspct", "inspect"]),
+        (["--what"], ["COMMAND; scio-recorder --help lists"]),
+        (["summary", "cli_nets:net"], ["--input-size"]),
+        (["summary", "cli_nets:net", "--input-size", "1,x"], ["1,3,32,32"]),
+        (["summary", "cli_nets:net", "--input-size", "-1,3"], ["--input-size"]),
+        (["summary", "cli_nets:net", "--input-size=2,-3"], ["not a shape"]),
+        (["summary", "cli_nets:net", "--input-size=0,3"], ["not a shape"]),
+        (["summary", "a:b", "--input-size", "2", "--input-data", "c:d"], ["not allowed with"]),
+        (["summary", "--input-size", "1"], ["MODULE:NAME; scio-recorder summary --help lists"]),
+        (["demo", "--epochs", "many"], ["--epochs"]),
+        (["report", "run", "--titel", "x"], ["--titel x; scio-recorder report --help lists"]),
+        (["collect", "--layers", "fc", "a:b", "--input-size", "1"], ["(write it before --layers"]),
+        (
+            ["compare", "a", "--match", "0=1", "b"],
+            ["CANDIDATE (write it before --layers and --match"],
+        ),
     ],
 )
 def test_what_the_parser_refuses(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["collect", "--layers", "fc", "a:b", "--input-size", "1"], "(write it before --layers"),
-        (
-            ["compare", "a", "--match", "0=1", "b"],
-            "CANDIDATE (write it before --layers and --match",
-        ),
-        (["summary", "--input-size", "1"], "MODULE:NAME; scio-recorder summary --help lists"),
-        (["report", "run", "--titel", "x"], "--titel x; scio-recorder report --help lists"),
-        ([], "COMMAND; scio-recorder --help lists"),
-    ],
-)
-def test_the_parser_says_in_a_line_what_to_write(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments or ["--what"])
-    assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("scio-recorder: error: ")
-    assert said.count("\n") == 1
-    assert words in said
+    assert_one_line(capsys, words)
 
 
 @pytest.mark.parametrize(
@@ -370,39 +346,6 @@ def test_without_a_word_the_commands_are_listed(capsys: pytest.CaptureFixture[st
         main([])
     assert caught.value.code == 0
     assert "inspect" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["inspct", "run"], ["inspct", "inspect"]),
-        (["report", "run", "--titel", "x"], ["--titel"]),
-    ],
-)
-def test_what_is_mistyped_is_named_beside_what_there_is(
-    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    said = capsys.readouterr().err
-    assert [word for word in words if word not in said] == []
-
-
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [
-        ("cli_nets.py:net", "write cli_nets:net"),
-        ("./src/cli_nets.py:net", "write src.cli_nets:net"),
-        ("cli_nets:Smal", "the closest name is 'Small'"),
-        ("cli_nets:Small.forwrd", "the closest name is 'forward'"),
-    ],
-)
-def test_a_module_that_is_mistyped(
-    target: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["summary", target, "--input-size", "2,3"]) == 2
-    assert words in capsys.readouterr().err
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
