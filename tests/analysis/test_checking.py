@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import Recorder
 from scio_recorder.capture import keeping
@@ -33,6 +34,18 @@ class Overwriting(nn.Module):
         hidden = self.first(x)
         output: Tensor = self.last(hidden)
         hidden.detach().numpy()[:] = 0
+        return output
+
+
+class Checkpointed(nn.Module):
+    """Runs the layer inside it again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(lambda x: self.inner(x).exp(), x, use_reentrant=False)
         return output
 
 
@@ -157,6 +170,22 @@ def test_nothing_of_before_is_lost(x: Tensor) -> None:
     assert torch.equal(rnet.activations["0"], rnet.net[0](3 * x))
     rnet.remove()
     assert not any(module._forward_hooks for module in rnet.net.modules())
+
+
+def test_a_pass_of_before_can_still_run_backward(x: Tensor) -> None:
+    def gradient(checks: bool) -> Any:
+        torch.manual_seed(0)
+        net = Checkpointed()
+        rnet = Recorder(net, input_size=(1, 4))
+        rnet.record("inner")
+        output = rnet(x, activation_postproc=lambda tensor: tensor * 3)
+        if checks:
+            rnet.check(x)
+        output.square().sum().backward()
+        return net.inner[0].weight.grad
+
+    # Its checkpointed region runs again, with the post-processor.
+    assert torch.equal(gradient(checks=True), gradient(checks=False))
 
 
 def test_input_keeps_its_graph(x: Tensor) -> None:
