@@ -142,19 +142,20 @@ def compare(
     """
     rows = rows_or_none(rows, ComparisonError)
     feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
-    one = _side(reference, "reference", feeds[0])
+    reference_side = _side(reference, "reference", feeds[0])
     # Operations that the reference has recorded are compared.
-    lists_operations = bool(one.architecture.operations)
-    two = _side(candidate, "candidate", feeds[1], lists_operations=lists_operations)
-    _refuse_other_rows(one, two, rows)
-    pairs, unmatched = match_sides(one, two, match)
-    comparison = Comparison(one, two, pairs, Tolerance(rtol, atol), finds_operations=operations)
+    lists_operations = bool(reference_side.architecture.operations)
+    candidate_side = _side(candidate, "candidate", feeds[1], lists_operations=lists_operations)
+    sides = reference_side, candidate_side
+    _refuse_other_rows(*sides, rows)
+    pairs, unmatched = match_sides(*sides, match)
+    comparison = Comparison(*sides, pairs, Tolerance(rtol, atol), finds_operations=operations)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         comparison.open(stack)
         total = feeds[0].num_batches or None
         advance = stack.enter_context(progress_bar("comparing", total, is_wanted=progress))
-        for block in sample_blocks(one, two, feeds[0], rows):
+        for block in sample_blocks(*sides, feeds[0], rows):
             comparison.add(block)
             advance(len(block.ids), 0)
     return comparison.result(unmatched)
@@ -170,47 +171,45 @@ def _feeds(
     # One feed does for both sides, if their inputs are made in one way.
     makers: list[Any] = [*to_inputs] if isinstance(to_inputs, Sequence) else [to_inputs]
     is_wrong = isinstance(to_inputs, Sequence) and len(to_inputs) != 2
-    if is_wrong or not all(one is None or callable(one) for one in makers):
+    if is_wrong or not all(maker is None or callable(maker) for maker in makers):
         raise ComparisonError(
             f"to_inputs={to_inputs!r}: give one function of the batch, or two of them, for the "
             "reference and for the candidate"
         )
-    given = () if batches is None else batches
-    feeds = [
-        Feed(given, CollectOptions(max_batches=max_batches, to_inputs=one, sample_ids=sample_ids))
-        for one in makers
-    ]
+    samples = () if batches is None else batches
+    options = CollectOptions(max_batches=max_batches, sample_ids=sample_ids)
+    feeds = [Feed(samples, replace(options, to_inputs=maker)) for maker in makers]
     return feeds[0], feeds[-1]
 
 
-def _side(given: Any, what: str, feed: Feed, *, lists_operations: bool = False) -> Side:
-    if isinstance(given, Recording):
-        return RecordingSide(given, what)
-    recorder = private.uncompiled(given) if isinstance(given, nn.Module) else given
+def _side(source: Any, what: str, feed: Feed, *, lists_operations: bool = False) -> Side:
+    if isinstance(source, Recording):
+        return RecordingSide(source, what)
+    recorder = private.uncompiled(source) if isinstance(source, nn.Module) else source
     if isinstance(recorder, Recorder):
-        is_compiled = recorder is not given or private.calls_compiled(recorder)
+        is_compiled = recorder is not source or private.calls_compiled(recorder)
         if is_compiled and not recorder.recording:
             raise ComparisonError(
                 f"the {what} is compiled and records no layer, but only recorded layers of "
                 "compiled code can be compared: call record(...) before"
             )
-        side = NetworkSide(recorder.capture, given if is_compiled else None, feed)
+        side = NetworkSide(recorder.capture, source if is_compiled else None, feed)
         if lists_operations and not is_compiled:
             side.architecture = recorder.operations().architecture
         return side
     hint = "give a Recorder or a Recording"
-    if isinstance(given, nn.Module):
+    if isinstance(source, nn.Module):
         hint = f"write Recorder(net, input_data=x) around a network for the {what}"
-    elif isinstance(given, str) or hasattr(given, "__fspath__"):
-        hint = f"write scio_recorder.open_recording({str(given)!r})"
-    raise ComparisonError(f"the {what} is a {type(given).__name__}: {hint}")
+    elif isinstance(source, str) or hasattr(source, "__fspath__"):
+        hint = f"write scio_recorder.open_recording({str(source)!r})"
+    raise ComparisonError(f"the {what} is a {type(source).__name__}: {hint}")
 
 
-def _refuse_other_rows(one: Side, two: Side, rows: Rows | None) -> None:
+def _refuse_other_rows(reference: Side, candidate: Side, rows: Rows | None) -> None:
     """Refuse sides of which only one has rows that are no samples."""
     kinds = [
         side.recording.has_rows if isinstance(side, RecordingSide) else rows is not None
-        for side in (one, two)
+        for side in (reference, candidate)
     ]
     if kinds[0] != kinds[1]:
         names = ("reference", "candidate") if kinds[0] else ("candidate", "reference")
@@ -230,17 +229,17 @@ class _MeasuredPart(NamedTuple):
 
     def place(self, block: SampleBlock) -> tuple[int, tuple[int, ...]]:
         """Return the sample of the first element that differs, and the index in it."""
-        own, first = self.pair.own, self.figures.first or 0
+        reference, first = self.pair.reference, self.figures.first or 0
         # A plain value counts as one of the first sample.
-        return block.place(own.shape, first) if isinstance(own, Tensor) else (0, ())
+        return block.place(reference.shape, first) if isinstance(reference, Tensor) else (0, ())
 
     def values(self) -> tuple[Any, Any]:
         """Return both values of that element."""
-        own, other = self.pair
-        if not isinstance(own, Tensor):
-            return own, other
+        reference, candidate = self.pair
+        if not isinstance(reference, Tensor):
+            return reference, candidate
         at = self.figures.first or 0
-        return dense(own).reshape(-1)[at].item(), dense(other).reshape(-1)[at].item()
+        return dense(reference).reshape(-1)[at].item(), dense(candidate).reshape(-1)[at].item()
 
 
 @dataclass
@@ -249,7 +248,7 @@ class _ComparedLayer:
 
     pair: Pair
     is_digest: bool
-    error: str | None
+    error: str | None = field(init=False)
     figures: Figures = field(default_factory=Figures)
     # The first place of a difference, and the first one although the inputs are equal.
     first: FirstDifference | None = None
@@ -258,6 +257,7 @@ class _ComparedLayer:
     received_same: bool | None = True
 
     def __post_init__(self) -> None:
+        self.error = self.pair.error
         if self.error is not None:
             self.received_same = None
             self.fail(self.error, None, None)
@@ -289,21 +289,21 @@ class _ComparedLayer:
                 FirstDifference(layer, sample_id, spot, own, other, same, part=part.number)
             )
 
-    def _differ(self, found: FirstDifference) -> None:
-        self.first = self.first or found
-        if found.inputs_equal:
-            self.maker = self.maker or found
+    def _differ(self, difference: FirstDifference) -> None:
+        self.first = self.first or difference
+        if difference.inputs_equal:
+            self.maker = self.maker or difference
 
     def result(self) -> LayerDifference:
         """Return the findings about the layer."""
-        (layer, partner, _), figures, found = self.pair, self.figures, self.maker or self.first
+        (layer, partner, _), figures, difference = self.pair, self.figures, self.maker or self.first
         return LayerDifference(
             *(layer.label, layer.name, partner.label, partner.name),
             *(figures.max_abs, figures.max_rel, figures.relative_error, figures.cosine),
             *(figures.num_different, figures.num_elements),
             None if self.first is None else self.first.sample_id,
-            self.received_same if found is None else found.inputs_equal,
-            found is not None,
+            self.received_same if difference is None else difference.inputs_equal,
+            difference is not None,
             self.error,
         )
 
@@ -313,7 +313,7 @@ class Comparison:
 
     Parameters
     ----------
-    one, two : Side
+    reference, candidate : Side
         The reference and the candidate.
     pairs : sequence of Pair
         Their layers, in the order in which those of the reference return.
@@ -325,31 +325,30 @@ class Comparison:
 
     def __init__(
         self,
-        one: Side,
-        two: Side,
+        reference: Side,
+        candidate: Side,
         pairs: Sequence[Pair],
         tolerance: Tolerance,
         *,
         finds_operations: bool,
     ) -> None:
-        self._sides = one, two
+        self._sides = reference, candidate
         self._tolerance = tolerance
         self._compared = [pair for pair in pairs if pair.error is None]
         # If one side has only digests of a layer, those of the other side are compared with them.
-        others = {
-            pair.partner.label for pair in self._compared if pair.reference.label in one.digests
-        }
-        two.digested = others | {*two.digests}
-        digested = [pair for pair in self._compared if pair.partner.label in two.digested]
-        one.digested = {pair.reference.label for pair in digested}
+        digests = reference.digests
+        others = {pair.partner.label for pair in self._compared if pair.reference.label in digests}
+        candidate.digested = others | {*candidate.digests}
+        digested = [pair for pair in self._compared if pair.partner.label in candidate.digested]
+        reference.digested = {pair.reference.label for pair in digested}
         self._has_values = len(digested) < len(self._compared)
         self._layers = [
-            _ComparedLayer(pair, pair.reference.label in one.digested, pair.error) for pair in pairs
+            _ComparedLayer(pair, pair.reference.label in reference.digested) for pair in pairs
         ]
         self._num_samples = 0
         # The figures of tensors of the current block, by the ids of both.
         self._known: dict[tuple[int, int], tuple[Any, Any, Figures]] = {}
-        self._networks = [side for side in (one, two) if isinstance(side, NetworkSide)]
+        self._networks = [side for side in (reference, candidate) if isinstance(side, NetworkSide)]
         self._nets = [*{id(side.net): side.net for side in self._networks}.values()]
         modules = [{*side.net.modules()} for side in self._networks]
         self._share_modules = len(modules) > 1 and not modules[0].isdisjoint(modules[1])
@@ -368,22 +367,22 @@ class Comparison:
         for net in self._nets:
             # The outermost block puts the random numbers back.
             stack.enter_context(untouched(net, keep_random=net is not self._nets[0]))
-        one, two = self._sides
+        reference, candidate = self._sides
         calls: Literal["labelled", "any"] = next((x.calls for x in self._networks), "labelled")
         # Of all calls of a pass, nobody knows which inputs belong to the output that differs.
-        has_inputs = one.knows_inputs and two.knows_inputs and calls == "labelled"
+        has_inputs = reference.knows_inputs and candidate.knows_inputs and calls == "labelled"
         options = RecordOptions(inputs=has_inputs and self._has_values, calls=calls)
-        if isinstance(one, NetworkSide):
-            one.open(stack, [pair.reference.label for pair in self._compared], options)
-        if isinstance(two, NetworkSide):
-            two.open(stack, [pair.partner.label for pair in self._compared], options)
+        if isinstance(reference, NetworkSide):
+            reference.open(stack, [pair.reference.label for pair in self._compared], options)
+        if isinstance(candidate, NetworkSide):
+            candidate.open(stack, [pair.partner.label for pair in self._compared], options)
 
     def add(self, block: SampleBlock) -> None:
         """Compare all layers of a block."""
         nets = self._nets if self._finds_operations else ()
         states = [NetState(reached([net]), only_buffers=is_sharded(net)) for net in nets]
-        one, two = self._sides
-        self._in_turn(partial(one.load, block), partial(two.load, block))
+        reference, candidate = self._sides
+        self._in_turn(partial(reference.load, block), partial(candidate.load, block))
         self._num_samples += len(block.ids)
         for layer in self._layers:
             if layer.pair.error is None:
@@ -394,21 +393,21 @@ class Comparison:
 
     def result(self, unmatched: Unmatched) -> Difference:
         """Return the findings."""
-        first, (one, two) = self._first, self._sides
+        first, (reference, candidate) = self._first, self._sides
         if first is not None:
             own, other, why_none = self._operations
             first = replace(
                 first, operation=own, candidate_operation=other, why_no_operation=why_none
             )
         return Difference(
-            one.architecture,
+            reference.architecture,
             {layer.pair.reference.label: layer.result() for layer in self._layers},
             first,
             num_samples=self._num_samples,
             rtol=self._tolerance.rtol,
             atol=self._tolerance.atol,
             unmatched=unmatched,
-            made_with=(one.made_with, two.made_with),
+            made_with=(reference.made_with, candidate.made_with),
         )
 
     @property
@@ -428,10 +427,10 @@ class Comparison:
 
     def _add(self, layer: _ComparedLayer, block: SampleBlock) -> None:
         mine, theirs = layer.pair.reference.label, layer.pair.partner.label
-        one, two = self._sides
-        same = self._are_same(layer.pair, one.inputs(mine), two.inputs(theirs))
+        reference, candidate = self._sides
+        same = self._are_same(layer.pair, reference.inputs(mine), candidate.inputs(theirs))
         layer.receive(same)
-        pairs = paired_outputs(one.output(mine), two.output(theirs))
+        pairs = paired_outputs(reference.output(mine), candidate.output(theirs))
         if isinstance(pairs, str):
             layer.fail(pairs, block.ids[0], same)
         else:
@@ -444,31 +443,32 @@ class Comparison:
             return None
         if isinstance(pair.reference, Operation):
             # Numbers are a part of the operation, and arguments have no names.
-            mine, theirs = (Inputs(tuple(tensors(one)), {}) for one in (mine, theirs))
+            mine, theirs = (Inputs(tuple(tensors(inputs)), {}) for inputs in (mine, theirs))
             pairs = paired_inputs(mine, theirs, None, None)
         else:
             pairs = paired_inputs(mine, theirs, pair.reference.module, pair.partner.module)
         return pairs is not None and all(
-            one.is_of_one_shape and not self._figures(one).num_different for one in pairs
+            parts.is_of_one_shape and not self._figures(parts).num_different for parts in pairs
         )
 
     def _figures(self, pair: PartPair) -> Figures:
         """Measure two parts, once: one layer's output is often another one's input or output."""
-        own, other = pair
-        if not isinstance(own, Tensor):
-            return measure_values(own, other, self._tolerance)
-        known = self._known.get((id(own), id(other)))
-        if known is not None and known[0]() is own and known[1]() is other:
+        reference, candidate = pair
+        if not isinstance(reference, Tensor):
+            return measure_values(reference, candidate, self._tolerance)
+        known = self._known.get((id(reference), id(candidate)))
+        if known is not None and known[0]() is reference and known[1]() is candidate:
             return known[2]
-        figures = measure(own, other, self._tolerance)
-        self._known[id(own), id(other)] = weakref.ref(own), weakref.ref(other), figures
+        figures = measure(reference, candidate, self._tolerance)
+        references = weakref.ref(reference), weakref.ref(candidate)
+        self._known[id(reference), id(candidate)] = *references, figures
         return figures
 
     def _find_operations(self, block: SampleBlock, states: Sequence[NetState]) -> None:
         """Run a block again, from the same state, if it has shown an earlier first difference."""
         first, pair = self._first, None
         if first is not None and first is not self._examined:
-            pair = next(one.pair for one in self._layers if one.pair.reference is first.layer)
+            pair = next(layer.pair for layer in self._layers if layer.pair.reference is first.layer)
         self._examined = first
         if pair and isinstance(pair.reference, Operation) and isinstance(pair.partner, Operation):
             self._operations, pair = OperationPair(pair.reference, pair.partner), None
@@ -478,10 +478,10 @@ class Comparison:
             return
         for state in states:
             state.put_back()
-        one, two = self._networks
+        reference, candidate = self._networks
         mine, theirs, _ = pair or self._compared[0]
         own, other = self._in_turn(
-            partial(one.trace, block, mine), partial(two.trace, block, theirs)
+            partial(reference.trace, block, mine), partial(candidate.trace, block, theirs)
         )
         if first is not None and pair is not None:
             received_same = first.inputs_equal is True

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -253,7 +254,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
     @property
     def count(self) -> str:
         """The words that say how many layers differ."""
-        differing = sum(one.differs for one in self.values())
+        differing = sum(layer.differs for layer in self.values())
         verb = f"differ{'s' * (differing == 1)}"
         return f"{differing:,} of {counted(len(self), 'layer')} {verb}{self._beyond}"
 
@@ -278,15 +279,16 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         others = in_words(own, other), in_words(other, own)
         if own and other and any(others):
             said.append(f"Made with {others[0]} (reference) and {others[1]} (candidate).")
-        errors = [(self.architecture[key], one.error) for key, one in self.items() if one.error]
-        said += [f"{_layer_text(layer)}: {error}" for layer, error in errors[:_FEW]]
-        if len(errors) > _FEW:
-            said.append(f"{len(errors) - _FEW:,} more layers can't be compared.")
+        failed = [layer for layer in self.values() if layer.error]
+        for layer in failed[:_FEW]:
+            said.append(f"{_layer_text(self.architecture[layer.label])}: {layer.error}")
+        if len(failed) > _FEW:
+            said.append(f"{len(failed) - _FEW:,} more layers can't be compared.")
         return said
 
-    def is_first(self, one: LayerDifference) -> bool:
+    def is_first(self, layer: LayerDifference) -> bool:
         """Whether a layer is the one that makes the difference."""
-        return self.first is not None and self.first.layer.label == one.label
+        return self.first is not None and self.first.layer.label == layer.label
 
     @property
     def _beyond(self) -> str:
@@ -317,12 +319,12 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
 
         rows = [
             {
-                **vars(one),
-                "label": str(one.label),
-                "candidate_label": str(one.candidate_label),
-                "type": self.architecture[one.label].type_name,
+                **vars(layer),
+                "label": str(layer.label),
+                "candidate_label": str(layer.candidate_label),
+                "type": self.architecture[layer.label].type_name,
             }
-            for one in self.values()
+            for layer in self.values()
         ]
         # Optional values stay None or as they are.
         frame = pd.DataFrame(rows, dtype=object)
@@ -403,7 +405,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         return f"<{self.sentence}>"
 
     def _listing(self) -> Listing:
-        columns = [one for one in _columns(self) if one.name not in _ON_PAGES_ONLY]
+        columns = [column for column in _columns(self) if column.name not in _ON_PAGES_ONLY]
         names = [[str(label), full_name(self.architecture[label])] for label in self]
         cells = zip(*(column.texts for column in columns), strict=True)
         return Listing(
@@ -411,7 +413,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             ("Label", "Name", *(column.name for column in columns if column.values is None)),
             [column.name for column in columns if column.values is not None],
             [[*name, *row] for name, row in zip(names, cells, strict=True)],
-            {place for place, one in enumerate(self.values()) if self.is_first(one)},
+            {place for place, layer in enumerate(self.values()) if self.is_first(layer)},
             self.notes,
         )
 
@@ -421,9 +423,9 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         return Outline(
             self.sentence,
             with_operations(self.architecture.values(), inner),
-            [one.label for one in self.values() if one.differs],
+            [layer.label for layer in self.values() if layer.differs],
             "different",
-            {one.label: _remark(self, one) for one in self.values()},
+            {layer.label: _remark(self, layer) for layer in self.values()},
             () if self.first is None else (self.first.layer.label,),
         )
 
@@ -440,25 +442,25 @@ _ADVICE = {
 }
 
 
-def _columns(found: Difference) -> list[Column]:
+def _columns(difference: Difference) -> list[Column]:
     """Return the columns that say anything, after those that name the layer."""
-    layers = list(found.values())
-    names = [one.candidate_name for one in layers]
-    marks = ["first" if found.is_first(one) else "yes" if one.differs else "no" for one in layers]
-    ids = [one.first_sample_id for one in layers]
+    layers = list(difference.values())
+    names = [layer.candidate_name for layer in layers]
+    answers = ["yes" if layer.differs else "no" for layer in layers]
+    firsts = {place for place, layer in enumerate(layers) if difference.is_first(layer)}
+    marks = ["first" if place in firsts else answer for place, answer in enumerate(answers)]
+    ids = [layer.first_sample_id for layer in layers]
     columns = [
-        Column("Candidate", [] if names == [one.name for one in layers] else names),
-        Column(
-            "Differs", marks, alarms={place for place, one in enumerate(marks) if one == "first"}
-        ),
-        Column("Inputs", [_INPUTS[one.inputs_equal] for one in layers]),
-        *(_figures(name, [getattr(one, key) for one in layers]) for name, key in _FIGURES.items()),
+        Column("Candidate", [] if names == [layer.name for layer in layers] else names),
+        Column("Differs", marks, alarms=firsts),
+        Column("Inputs", [_INPUTS[layer.inputs_equal] for layer in layers]),
+        *(_figures(name, list(map(attrgetter(key), layers))) for name, key in _FIGURES.items()),
         Column(
             "Different",
-            ["" if one.error else f"{one.num_different:,}" for one in layers],
-            [one.num_different for one in layers],
+            ["" if layer.error else f"{layer.num_different:,}" for layer in layers],
+            [layer.num_different for layer in layers],
         ),
-        Column("First sample", ["" if one is None else str(one) for one in ids]),
+        Column("First sample", ["" if sample is None else str(sample) for sample in ids]),
     ]
     return [column for column in columns if any(column.texts)]
 
@@ -472,58 +474,58 @@ def _figures(name: str, values: list[float | None]) -> Column:
     return Column(name, texts, values, odd)
 
 
-def _profile(found: Difference, measure: str) -> Figure:
+def _profile(difference: Difference, measure: str) -> Figure:
     if measure not in get_args(Measure):
         known = ", ".join(map(repr, get_args(Measure)))
         raise ComparisonError(f"plot({measure!r}): write one of {known}")
-    layers = list(found.values())
-    values = np.array([getattr(one, measure) for one in layers])
+    layers = list(difference.values())
+    values = np.array([getattr(layer, measure) for layer in layers])
     # Digests only tell how many samples differ.
     if np.isnan(values).all():
-        measure, values = "share_different", np.array([one.share_different for one in layers])
+        measure, values = "share_different", np.array([layer.share_different for layer in layers])
     return draw_profile(
-        found.sentence,
+        difference.sentence,
         measure.replace("_", " "),
-        [full_name(found.architecture[one.label]) for one in layers],
+        [full_name(difference.architecture[layer.label]) for layer in layers],
         values,
-        np.array([one.differs for one in layers], dtype=bool),
-        next((place for place, one in enumerate(layers) if found.is_first(one)), None),
+        np.array([layer.differs for layer in layers], dtype=bool),
+        next((place for place, layer in enumerate(layers) if difference.is_first(layer)), None),
     )
 
 
-def _remark(found: Difference, one: LayerDifference) -> str:
-    if not one.differs:
-        allowed = f"no more than allowed, max abs {number_text(one.max_abs)}"
-        return allowed if one.max_abs > 0 else "equal"
-    if one.error is not None:
-        said = one.error
-    elif math.isnan(one.relative_error):
-        said = f"{one.num_different:,} of {one.num_elements:,} samples differ"
+def _remark(difference: Difference, layer: LayerDifference) -> str:
+    if not layer.differs:
+        allowed = f"no more than allowed, max abs {number_text(layer.max_abs)}"
+        return allowed if layer.max_abs > 0 else "equal"
+    if layer.error is not None:
+        said = layer.error
+    elif math.isnan(layer.relative_error):
+        said = f"{layer.num_different:,} of {layer.num_elements:,} samples differ"
     else:
-        said = f"max abs {number_text(one.max_abs)}, rel. {number_text(one.relative_error)}"
-    return f"first: {said}" if found.is_first(one) else said
+        said = f"max abs {number_text(layer.max_abs)}, rel. {number_text(layer.relative_error)}"
+    return f"first: {said}" if difference.is_first(layer) else said
 
 
-def _page(found: Difference, title: str | None) -> str:
-    rows = found._outline().rows
+def _page(difference: Difference, title: str | None) -> str:
+    rows = difference._outline().rows
     facts = [
-        ("Samples", f"{found.num_samples:,}"),
-        ("Layers compared", f"{len(found):,} of {len(rows):,}"),
-        ("Layers that differ", f"{sum(one.differs for one in found.values()):,}"),
-        ("Fingerprint of the reference", found.architecture.fingerprint[:12]),
-        ("Reference made with", in_words(found.made_with[0])),
-        ("Candidate made with", in_words(found.made_with[1])),
+        ("Samples", f"{difference.num_samples:,}"),
+        ("Layers compared", f"{len(difference):,} of {len(rows):,}"),
+        ("Layers that differ", f"{sum(layer.differs for layer in difference.values()):,}"),
+        ("Fingerprint of the reference", difference.architecture.fingerprint[:12]),
+        ("Reference made with", in_words(difference.made_with[0])),
+        ("Candidate made with", in_words(difference.made_with[1])),
     ]
     return rendered(
         "difference.html",
         title=title or f"Comparison of {rows[0].type_name if rows else 'two runs'}",
         facts=facts,
-        sentence=found.sentence,
-        first=None if found.first is None else found.first.layer,
-        notes=found.notes,
-        outline=replace(found._outline(), title=found.count),
-        layers=[found.architecture[label] for label in found],
-        columns=_columns(found),
+        sentence=difference.sentence,
+        first=None if difference.first is None else difference.first.layer,
+        notes=difference.notes,
+        outline=replace(difference._outline(), title=difference.count),
+        layers=[difference.architecture[label] for label in difference],
+        columns=_columns(difference),
     )
 
 
@@ -544,8 +546,8 @@ def two_numbers(reference: Number | None, candidate: Number | None) -> list[str]
     texts: list[str] = []
     for digits in _DIGITS:
         texts = [
-            f"{one:.{digits}g}" if isinstance(one, float | complex) else str(one)
-            for one in (reference, candidate)
+            f"{number:.{digits}g}" if isinstance(number, float | complex) else str(number)
+            for number in (reference, candidate)
         ]
         if texts[0] != texts[1]:
             break

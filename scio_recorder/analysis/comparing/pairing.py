@@ -25,13 +25,14 @@ Parts: TypeAlias = dict[tuple[Any, ...], Any]
 class PartPair(NamedTuple):
     """A tensor or plain value of the reference, and its partner on the other side."""
 
-    own: Any
-    other: Any
+    reference: Any
+    candidate: Any
 
     @property
     def is_of_one_shape(self) -> bool:
         """Whether the two can be compared number by number."""
-        return not isinstance(self.own, Tensor) or self.own.shape == self.other.shape
+        reference, candidate = self
+        return not isinstance(reference, Tensor) or reference.shape == candidate.shape
 
 
 def paired_outputs(reference: Any, candidate: Any) -> list[PartPair] | str:
@@ -59,7 +60,7 @@ def paired_outputs(reference: Any, candidate: Any) -> list[PartPair] | str:
         return f"it returns {said[0]} in the reference and {said[1]} in the candidate"
     for pair in pairs:
         if not pair.is_of_one_shape:
-            shapes = tuple(pair.own.shape), tuple(pair.other.shape)
+            shapes = tuple(pair.reference.shape), tuple(pair.candidate.shape)
             return f"shape {shapes[0]} in the reference and {shapes[1]} in the candidate"
     return pairs
 
