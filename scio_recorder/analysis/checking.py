@@ -192,11 +192,11 @@ class _Runs:
     def __init__(self, net: nn.Module, inputs: Any, state: NetState) -> None:
         self.why_no_gradients = "gradient mode is off, or the output does not require any"
         self._net, self._inputs, self._state = net, inputs, state
-        named = {id(one): f"gradient of {name}" for name, one in net.named_parameters()}
-        leaves = [one for one in state.leaves if one.requires_grad]
+        named = {id(tensor): f"gradient of {name}" for name, tensor in net.named_parameters()}
+        leaves = [tensor for tensor in state.leaves if tensor.requires_grad]
         # By names; tensors that are no parameters have none.
         self._leaves = {
-            named.get(id(one), f"gradient of tensor {at}"): one for at, one in enumerate(leaves)
+            named.get(id(leaf), f"gradient of tensor {at}"): leaf for at, leaf in enumerate(leaves)
         }
 
     def run(self, call: Callable[..., Any]) -> dict[str, Any]:
@@ -218,20 +218,20 @@ class _Runs:
 
     def _gradients(self, output: Any, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the gradients of a sum over the output in which all numbers count differently."""
-        ends = [one for one in tensors(output) if one.requires_grad and one.grad_fn is not None]
+        ends = [end for end in tensors(output) if end.requires_grad and end.grad_fn is not None]
         if not (ends and leaves and torch.is_grad_enabled()):
             return {}
         try:
             # The sum over a softmax, for instance, does not depend on its inputs.
-            weights = [torch.arange(one.numel(), device=one.device) % 7 + 1 for one in ends]
-            seeds = [w.to(one).reshape(one.shape) for w, one in zip(weights, ends, strict=True)]
-            found = torch.autograd.grad(ends, [*leaves.values()], seeds, allow_unused=True)
+            weights = [torch.arange(end.numel(), device=end.device) % 7 + 1 for end in ends]
+            seeds = [w.to(end).reshape(end.shape) for w, end in zip(weights, ends, strict=True)]
+            gradients = torch.autograd.grad(ends, [*leaves.values()], seeds, allow_unused=True)
         except RuntimeError as error:
             # Reentrant checkpointing, for instance, allows no such gradients.
             self.why_no_gradients = f"{type(error).__name__}: {error}"
             return {"gradients": self.why_no_gradients}
         self.why_no_gradients = ""
-        return dict(zip(leaves, found, strict=True))
+        return dict(zip(leaves, gradients, strict=True))
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -339,12 +339,12 @@ def _difference(expected: Any, value: Any) -> str:
     pairs = paired_outputs(expected, value)
     if isinstance(pairs, str):
         return pairs
-    for own, other in pairs:
-        if not isinstance(own, Tensor):
-            if own != other:
-                return f"{other!r} in place of {own!r}"
-        elif not same_bits(own.detach(), other.detach().to(own.device)):
-            figures = measure(own, other, Tolerance())
+    for wanted, actual in pairs:
+        if not isinstance(wanted, Tensor):
+            if wanted != actual:
+                return f"{actual!r} in place of {wanted!r}"
+        elif not same_bits(wanted.detach(), actual.detach().to(wanted.device)):
+            figures = measure(wanted, actual, Tolerance())
             return (
                 f"{figures.num_different:,} of {figures.num_elements:,} numbers, by "
                 f"{figures.max_abs:.4g} at most"

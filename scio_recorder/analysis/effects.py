@@ -88,8 +88,8 @@ class Effects(Listed):
     def __getitem__(self, key: RowIdx | str) -> Tensor:
         """Return the values of one layer, by label or name: 0-d, or [positions]."""
         rows = dict(zip(self.labels, self.values, strict=True))
-        found: Tensor = LayerMapping(self.architecture, rows, "effect")[key]
-        return found
+        values: Tensor = LayerMapping(self.architecture, rows, "effect")[key]
+        return values
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with a row for each value; needs pandas.
@@ -155,7 +155,7 @@ class Effects(Listed):
         """Return the effects of each layer, in the order of execution."""
         positions = [None] if self.positions is None else self.positions
         size = len(self.labels), len(positions)
-        values, shares = (one.reshape(size).tolist() for one in (self.values, self.recovered))
+        values, shares = (tensor.reshape(size).tolist() for tensor in (self.values, self.recovered))
         rows = dict(zip(self.labels, zip(values, shares, strict=True), strict=True))
         return [
             (self.architecture[label], [*map(_Effect, positions, *rows[label])])
@@ -173,7 +173,8 @@ class Effects(Listed):
         numbers = ("Metric", "Recovered", *(["At position"] * (self.positions is not None)))
         rows = []
         for layer, effects in self._by_layer():
-            largest = max(effects, key=lambda one: np.nan_to_num(abs(one.metric - self.corrupted)))
+            changes = [np.nan_to_num(abs(effect.metric - self.corrupted)) for effect in effects]
+            largest = effects[int(np.argmax(changes))]
             share = f"{100 * largest.recovered:.0f} %" if math.isfinite(largest.recovered) else "-"
             cells = f"{largest.metric:.4g}", share, str(largest.position)
             rows.append([str(layer.label), full_name(layer), *cells[: len(numbers)]])

@@ -198,12 +198,12 @@ def _check(capture: Capture, metric: Any) -> None:
         )
 
 
-def _inputs(name: str, given: Any) -> Inputs:
-    inputs = Inputs.of(given)
+def _inputs(name: str, value: Any) -> Inputs:
+    inputs = Inputs.of(value)
     if inputs is not None:
         return inputs
     raise ComparisonError(
-        f"{name} is {describe(given)}: give a tensor, a tuple of positional inputs, a dict of "
+        f"{name} is {describe(value)}: give a tensor, a tuple of positional inputs, a dict of "
         "keyword inputs, or both as a pair (tuple, dict)"
     )
 
@@ -269,7 +269,7 @@ def _places(
     if positions is None:
         return None
     firsts = {at: tensors(output)[0] for at, output in outputs.items()}
-    lengths = {at: one.shape[1] if _has_positions(one) else 0 for at, one in firsts.items()}
+    lengths = {at: x.shape[1] if _has_positions(x) else 0 for at, x in firsts.items()}
     if isinstance(positions, str) and positions == "all":
         positions = range(max(1, *lengths.values()))
     chosen = _listed(positions)
@@ -286,9 +286,9 @@ def _places(
 
 def _listed(positions: Iterable[int]) -> list[int]:
     try:
-        given = list(positions)
-        if given and not any(isinstance(position, bool) for position in given):
-            return [operator.index(position) for position in given]
+        chosen = list(positions)
+        if chosen and not any(isinstance(position, bool) for position in chosen):
+            return [operator.index(position) for position in chosen]
     except TypeError:
         pass
     raise ComparisonError(
@@ -344,8 +344,8 @@ def _estimated(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positio
 
     def share(at: RowIdx, output: Any) -> Any:
         runs.check(at, output)
-        given = runs.architecture[at], output, runs.outputs[at]
-        shares[at], copies = _shared(*given, by_position=positions is not None)
+        outputs = runs.architecture[at], output, runs.outputs[at]
+        shares[at], copies = _shared(*outputs, by_position=positions is not None)
         return copies
 
     # Kernels may differ where gradients are asked for: both runs use the same.
@@ -362,7 +362,9 @@ def _estimated(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positio
         )
     asked = [shares[at] for at in runs.labels]
     changes = torch.autograd.grad(value, asked, allow_unused=True, materialize_grads=True)
-    table = before + torch.stack([one if chosen is None else one[chosen] for one in changes])
+    # Layers may have positions of different numbers, of which all have the chosen ones.
+    rows = [change if chosen is None else change[chosen] for change in changes]
+    table = before + torch.stack(rows)
     # Zeros of torch 2.8, where nothing depends on a layer, ask for gradients themselves.
     table = table.detach()
     return Effects(runs.architecture, runs.labels, chosen, table, first, before, is_estimate=True)

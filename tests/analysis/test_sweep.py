@@ -735,3 +735,13 @@ def test_nothing_finite_is_drawn_all_the_same() -> None:
     for positions in (None, "all"):
         effects = rnet.sweep(X, Y, lambda out: out.sum() * float("nan"), positions)
         assert effects.plot()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+
+
+def test_layers_of_different_lengths_share_positions() -> None:
+    rnet = recorder(nn.Sequential(nn.Tanh(), nn.ConstantPad1d((0, 2), 0.0)), "*", input_size=(2, 3))
+    clean, corrupted = torch.linspace(-1, 1, 6).reshape(2, 3), torch.zeros(2, 3)
+    estimated = rnet.sweep(clean, corrupted, torch.sum, [0, 2], estimate=True)
+    # The sum is linear behind both layers: what a patch adds is what the layer returned there.
+    added = clean.double().tanh().sum(0)[[0, 2]]
+    assert torch.allclose(estimated.values, added.expand(3, 2), atol=1e-6)
+    assert torch.allclose(rnet.sweep(clean, corrupted, torch.sum, [0, 2]).values, estimated.values)

@@ -110,18 +110,18 @@ def _checked(match: Mapping[str, str] | None) -> dict[str, str]:
 def _partner(name: str, globs: Mapping[str, str], other: Architecture) -> str:
     """Return the first possible partner of a name that ran; a name is its own last."""
     for glob, partner in globs.items():
-        found = _translated(name, glob, partner)
-        if found is not None and other.labels_of(found):
-            return found
+        translated = _translated(name, glob, partner)
+        if translated is not None and other.labels_of(translated):
+            return translated
     return name
 
 
 def _translated(name: str, glob: str, partner: str) -> str | None:
     """Return the name that a glob's partner stands for, if the glob matches a name."""
-    found = _pattern(glob).fullmatch(name)
-    if found is None:
+    match = _pattern(glob).fullmatch(name)
+    if match is None:
         return None
-    texts = iter(found.groups())
+    texts = iter(match.groups())
     return _SIGN.sub(lambda _: next(texts), partner)
 
 
@@ -178,10 +178,10 @@ def _refuse_strangers(
 def _refuse_unknown(globs: Mapping[str, str], own: Architecture, other: Architecture) -> None:
     """Refuse an entry that matches no name on a side: it is probably a typing error."""
     for glob, partner in globs.items():
-        found = {_translated(name, glob, partner) for name in own.names} - {None}
-        if not found:
+        partners = {_translated(name, glob, partner) for name in own.names} - {None}
+        if not partners:
             name, side, architecture = glob, "reference", own
-        elif found.isdisjoint(other.names):
+        elif partners.isdisjoint(other.names):
             name, side, architecture = partner, "candidate", other
         else:
             continue

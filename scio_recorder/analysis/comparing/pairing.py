@@ -53,10 +53,10 @@ def paired_outputs(reference: Any, candidate: Any) -> list[PartPair] | str:
     >>> paired_outputs(torch.ones(1), (torch.ones(1), torch.ones(1)))
     'it returns 1 tensor in the reference and 2 tensors in the candidate'
     """
-    own, other = _parts_of(reference), _parts_of(candidate)
-    pairs = _by_place(own, other) or _in_order(own, other)
+    both = _parts_of(reference), _parts_of(candidate)
+    pairs = _by_place(*both) or _in_order(*both)
     if pairs is None:
-        said = [counted(len(_tensors_of(parts)), "tensor") for parts in (own, other)]
+        said = [counted(len(_tensors_of(parts)), "tensor") for parts in both]
         return f"it returns {said[0]} in the reference and {said[1]} in the candidate"
     for pair in pairs:
         if not pair.is_of_one_shape:
@@ -103,8 +103,8 @@ def _by_place(own: Parts, other: Parts) -> list[PartPair] | None:
 
 
 def _in_order(own: Parts, other: Parts) -> list[PartPair] | None:
-    one, two = _tensors_of(own), _tensors_of(other)
-    return list(map(PartPair, one, two)) if len(one) == len(two) else None
+    pairs = list(map(PartPair, _tensors_of(own), _tensors_of(other)))
+    return pairs if len(_tensors_of(own)) == len(_tensors_of(other)) else None
 
 
 def _tensors_of(parts: Parts) -> list[Tensor]:

@@ -173,21 +173,21 @@ class NetworkSide:
 
     def _run(self, block: SampleBlock, run: Callable[[Any, Any], object]) -> None:
         """Let a function run the network on a batch."""
-        given = block.inputs
-        if given is None or block.feed is not self.feed:
+        inputs = block.inputs
+        if inputs is None or block.feed is not self.feed:
             self.feed.number = block.number
-            given = taken_apart(self.feed.inputs(block.batch))
+            inputs = taken_apart(self.feed.inputs(block.batch))
         # Networks write into tensors, and fill caches.
-        args, kwargs = given.rebuild([twin(leaf) for leaf in given.leaves])
+        args, kwargs = inputs.rebuild([twin(leaf) for leaf in inputs.leaves])
         try:
             run(args, kwargs)
         except Exception as error:
-            raise_for_batch(error, block.number, self.architecture, self.net, given.value)
+            raise_for_batch(error, block.number, self.architecture, self.net, inputs.value)
 
     def trace(self, block: SampleBlock, layer: Layer) -> list[Step]:
         """Run the network on a batch again, and return what the own code of a layer does."""
-        own = [row for row in fusable(self.architecture, of_functions=True) if row is layer]
-        warn_of_other_kernels(own, [layer.module], "compared by operations")
+        rows = [row for row in fusable(self.architecture, of_functions=True) if row is layer]
+        warn_of_other_kernels(rows, [layer.module], "compared by operations")
         with traced(self.net, layer, all_calls=self.calls == "any") as steps:
             self._run(block, lambda args, kwargs: self.net(*args, **kwargs))
         return steps
@@ -213,8 +213,8 @@ class NetworkSide:
 
     def keep_inputs(self, row: Layer, inputs: Inputs) -> Inputs:
         """Copy what a module's forward, or a function, is about to receive."""
-        args = [self._copy_of_input(one) for one in inputs.args]
-        kwargs = {name: self._copy_of_input(one) for name, one in inputs.kwargs.items()}
+        args = [self._copy_of_input(value) for value in inputs.args]
+        kwargs = {name: self._copy_of_input(value) for name, value in inputs.kwargs.items()}
         return Inputs((*args,), kwargs)
 
     def _copy_of_input(self, value: Any) -> Any:
@@ -264,7 +264,7 @@ class RecordingSide:
         self._rows: slice | list[int] = []
         self._batch: int | None = None
         digests = [(label, _kept_digests(recording, label)) for label in recording.reductions]
-        self.digests = {label: found for label, found in digests if found is not None}
+        self.digests = {label: kept for label, kept in digests if kept is not None}
         self.labels = dict.fromkeys([*recording.stored, *self.digests])
         # Layers without values by sample: reduced layers, and digests of others.
         left_out = (label for label in recording if label not in self.labels)
@@ -281,17 +281,17 @@ class RecordingSide:
 
     def load(self, block: SampleBlock) -> None:
         """Find the places of some samples; their values are read when they are used."""
-        samples = [self._places[one] for one in block.ids]
+        samples = [self._places[sample] for sample in block.ids]
         self._seen.update(block.ids)
         self._rows = self._rows_of(samples)
         run = _range_of(samples)
         self._batch = None if run is None else self._batches.get(run)
         if self.recording.has_rows:
             lengths = self.recording.rows_of_samples().lengths[samples].tolist()
-            found = torch.split(self.recording.rows["position"][self._rows].cpu(), lengths)
+            positions = torch.split(self.recording.rows["position"][self._rows].cpu(), lengths)
             # The first side gives the positions that others must have.
-            block.positions = block.positions or found
-            self._check_positions(block.ids, found, block.positions)
+            block.positions = block.positions or positions
+            self._check_positions(block.ids, positions, block.positions)
 
     def output(self, label: RowIdx) -> Any:
         """Return a layer's output, or digests of it."""
@@ -308,40 +308,40 @@ class RecordingSide:
 
     def missing(self, ids: Sequence[SampleId]) -> list[SampleId]:
         """Return the ids that the recording lacks."""
-        return [one for one in ids if one not in self._places]
+        return [sample for sample in ids if sample not in self._places]
 
     def unseen(self) -> list[SampleId]:
         """Return the ids that were not asked for."""
-        return [one for one in self._places if one not in self._seen]
+        return [sample for sample in self._places if sample not in self._seen]
 
     def _rows_of(self, samples: list[int]) -> slice | list[int]:
         """Return the places of the rows of samples; consecutive ones as a slice, read at once."""
         places = samples
         if self.recording.has_rows:
             rows = map(self.recording.rows_of_samples().__getitem__, samples)
-            places = [place for own in rows for place in _places_in(own)]
+            places = [place for of_sample in rows for place in _places_in(of_sample)]
         run = _range_of(places)
         return places if run is None else slice(run.start, run.stop)
 
     def _check_positions(
-        self, ids: Sequence[SampleId], found: Sequence[Tensor], others: Sequence[Tensor]
+        self, ids: Sequence[SampleId], positions: Sequence[Tensor], others: Sequence[Tensor]
     ) -> None:
         """Refuse samples of which the other side has other rows."""
-        for one, own, other in zip(ids, found, others, strict=True):
-            if not own.equal(other):
-                shown = [few(positions.tolist(), _MOST_POSITIONS) for positions in (own, other)]
+        for sample, here, there in zip(ids, positions, others, strict=True):
+            if not here.equal(there):
+                shown = [few(places.tolist(), _MOST_POSITIONS) for places in (here, there)]
                 raise ComparisonError(
-                    f"sample {one!r} has rows at the positions {shown[0]} in the {self.what}, and "
-                    f"{shown[1]} on the other side: give both sides the same rows="
+                    f"sample {sample!r} has rows at the positions {shown[0]} in the {self.what}, "
+                    f"and {shown[1]} on the other side: give both sides the same rows="
                 )
 
     @cached_property
     def _places(self) -> dict[SampleId, int]:
         """The place of each sample, by its id."""
         ids = self.recording.sample_ids
-        places = {one: place for place, one in enumerate(ids)}
+        places = {sample: place for place, sample in enumerate(ids)}
         if len(places) < len(ids):
-            twice = next(one for place, one in enumerate(ids) if places[one] != place)
+            twice = next(sample for place, sample in enumerate(ids) if places[sample] != place)
             raise ComparisonError(
                 f"the {self.what} has {len(ids) - len(places)} repeated ids, such as {twice!r}: "
                 "samples can't be paired by them"
@@ -384,31 +384,34 @@ def refuse_missing(keys: Sequence[object], where: str, who: str) -> None:
 def _kept_digests(recording: Recording, label: RowIdx) -> Tensor | None:
     """Return a layer's digests, if it has one for each row."""
     reductions, values = several(recording.reductions[label]), several(recording[label])
-    for one, found in zip(reductions, values, strict=False):
+    for reduction, digests in zip(reductions, values, strict=False):
         # Those by class have lost the order of samples. A layer's output need not have a row for
         # each sample: embeddings of positions don't.
-        if isinstance(one, Digest) and one.keeps_rows and len(found) == recording.num_rows:
-            return cast("Tensor", found)
+        is_digest = isinstance(reduction, Digest) and reduction.keeps_rows
+        if is_digest and len(digests) == recording.num_rows:
+            return cast("Tensor", digests)
     return None
 
 
 # -- the samples that are compared together --------------------------------------------------------
 
 
-def sample_blocks(one: Side, two: Side, feed: Feed, rows: Rows | None) -> Iterator[SampleBlock]:
+def sample_blocks(
+    reference: Side, candidate: Side, feed: Feed, rows: Rows | None
+) -> Iterator[SampleBlock]:
     """Yield the samples to compare, part by part: batches if a network runs on them.
 
     Parameters
     ----------
-    one, two : Side
+    reference, candidate : Side
         The reference and the candidate.
     feed : Feed
         The batches.
     rows : Rows or None
         What a row is, if networks run and it is not a sample.
     """
-    networks = [side for side in (one, two) if isinstance(side, NetworkSide)]
-    recordings = [side for side in (one, two) if isinstance(side, RecordingSide)]
+    networks = [side for side in (reference, candidate) if isinstance(side, NetworkSide)]
+    recordings = [side for side in (reference, candidate) if isinstance(side, RecordingSide)]
     if networks:
         return _batches(networks[0], recordings, feed, rows)
     return _parts(*recordings)
@@ -428,7 +431,7 @@ def _batches(
             advice.look_at(source)
         block = _block(net, source, feed, rows)
         feed.num_samples += len(block.ids)
-        missing += [one for side in recordings for one in side.missing(block.ids)]
+        missing += [sample for side in recordings for sample in side.missing(block.ids)]
         if not missing:
             yield block
     if block is None:
@@ -448,34 +451,35 @@ def _block(net: NetworkSide, source: Source, feed: Feed, rows: Rows | None) -> S
     if rows is None:
         ids, _ = feed.ids(batch, inputs)
         return SampleBlock(ids, batch, net.feed, taken_apart(inputs), feed.number)
-    found = rows.of(source)
-    ids, _ = feed.ids(batch, inputs, found.num_samples)
-    lengths = torch.bincount(found.columns["sample"], minlength=len(ids)).tolist()
-    positions = torch.split(found.columns["position"], lengths)
-    received = rows.all_real(source, found)
+    batch_rows = rows.of(source)
+    ids, _ = feed.ids(batch, inputs, batch_rows.num_samples)
+    lengths = torch.bincount(batch_rows.columns["sample"], minlength=len(ids)).tolist()
+    positions = torch.split(batch_rows.columns["position"], lengths)
+    received = rows.all_real(source, batch_rows)
     apart = taken_apart(inputs)
-    return SampleBlock(ids, batch, net.feed, apart, feed.number, found, received, positions)
+    return SampleBlock(ids, batch, net.feed, apart, feed.number, batch_rows, received, positions)
 
 
-def _parts(one: RecordingSide, two: RecordingSide) -> Iterator[SampleBlock]:
+def _parts(reference: RecordingSide, candidate: RecordingSide) -> Iterator[SampleBlock]:
     """Yield the samples of recordings, in parts of bounded size or in the reference's batches."""
-    ids = one.recording.sample_ids
-    refuse_missing(two.missing(ids), "the candidate", "the reference has")
-    alone = one.missing(two.recording.sample_ids)
+    ids = reference.recording.sample_ids
+    refuse_missing(candidate.missing(ids), "the candidate", "the reference has")
+    alone = reference.missing(candidate.recording.sample_ids)
     refuse_missing(alone, "the reference", "the candidate has")
     start = 0
-    for length in _lengths(one.recording, two.recording):
+    for length in _lengths(reference.recording, candidate.recording):
         yield SampleBlock(ids[start : start + length])
         start += length
 
 
-def _lengths(one: Recording, two: Recording) -> Iterable[int]:
+def _lengths(reference: Recording, candidate: Recording) -> Iterable[int]:
     """Return the number of samples of each part."""
-    if one.calls.labels and two.calls.labels:
+    if reference.calls.labels and candidate.calls.labels:
         # Inputs are kept batch by batch.
-        return one.calls.rows
-    layers = [recording[label] for recording in (one, two) for label in recording.stored]
+        return reference.calls.rows
+    both = (reference, candidate)
+    layers = [recording[label] for recording in both for label in recording.stored]
     largest = max(map(bytes_of_row, layers), default=8)
-    per_sample = largest * max(1, one.num_rows) / max(1, one.num_samples)
+    per_sample = largest * max(1, reference.num_rows) / max(1, reference.num_samples)
     step = max(1, int(_BLOCK_BYTES // max(1, per_sample)))
-    return (min(step, one.num_samples - at) for at in range(0, one.num_samples, step))
+    return (min(step, reference.num_samples - at) for at in range(0, reference.num_samples, step))
