@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -18,14 +19,19 @@ import torch
 from torch import Tensor
 
 from scio_recorder.analysis.effects import Effects
+from scio_recorder.capture.checkpoint_regions import is_rerun
 from scio_recorder.capture.engine import (
     Capture,
+    fusable,
     refuse_transforms,
+    warn_of_other_kernels,
 )
+from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import (
     ArgumentError,
     ComparisonError,
+    FlowError,
     PostprocessorError,
     UnsupportedNetError,
 )
@@ -87,17 +93,30 @@ class _Runs:
 
     def __init__(self, capture: Capture, metric: Any) -> None:
         self.architecture, self.labels = capture.architecture, capture.recording
+        self._net, self._program = capture.net, capture.program
         self._metric = metric
         # Copies of what the layers return in the clean run, which is the first.
         self.outputs: dict[RowIdx, Any] = {}
         self._specs: dict[RowIdx, Any] = {}
+        self._counts: Counter[int] = Counter()
         self._has_run = False
-        # Each run is a pass of its own, in which post-processors replace outputs.
-        self._capture = Capture(capture.net, self.architecture, self.labels, RecordOptions())
+        self._replace: _Replace | None = None
+        self._hooks = CallHooks()
+        modules = self._program.modules
+        warn_of_other_kernels(fusable(self.architecture), modules, "patched")
+        # With operations, runs are passes of their own, in which post-processors replace outputs.
+        self._capture: Capture | None = None
+        if self._program.functions:
+            self._capture = Capture(self._net, self.architecture, self.labels, RecordOptions())
+            return
+        named = ((str(index), module) for index, module in enumerate(modules))
+        self._hooks.add(*(CallHook(module, name, after=self._after) for name, module in named))
 
     def remove(self) -> None:
         """Take all hooks from the network."""
-        self._capture.remove()
+        self._hooks.remove()
+        if self._capture is not None:
+            self._capture.remove()
 
     def run(self, inputs: Inputs, replace: _Replace) -> Any:
         """Run the network on inputs, and return what the metric makes of its output."""
@@ -106,15 +125,36 @@ class _Runs:
         self._has_run = True
         # A graph can't keep tensors of inference mode, and networks can't write to its leaves.
         args, kwargs = map_tensors(twin, inputs) if torch.is_grad_enabled() else inputs
-        capture = self._capture
-        posts = [partial(replace, label) for label in capture.program.order]
+        self._counts, self._replace = Counter(), replace
+        if self._capture is not None:
+            return self._metric(self._run_pass(self._capture, args, kwargs, replace))
+        output = self._net(*args, **kwargs)
+        self._replace = None
+        wrong = self._program.wrong_calls(self._counts)
+        if wrong:
+            raise FlowError(
+                "modules with recorded layers ran more or less often in a run of the sweep than "
+                f"at labelling: {'; '.join(wrong)}. Label the net as it is used (mode=, "
+                "input_data=), or record other layers"
+            )
+        return self._metric(output)
+
+    def _run_pass(self, capture: Capture, args: Any, kwargs: Any, replace: _Replace) -> Any:
+        posts = [partial(replace, label) for label in self._program.order]
         try:
-            output = capture.run(capture.net, args, kwargs, posts=posts, records_outputs=False)
+            return capture.run(self._net, args, kwargs, posts=posts, records_outputs=False)
         except PostprocessorError as error:
             if isinstance(error.__cause__, ComparisonError | UnsupportedNetError):
                 raise error.__cause__ from None
             raise
-        return self._metric(output)
+
+    def _after(self, index: str, _module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
+        if self._replace is None or (private.backward_pass() != -1 and is_rerun()):
+            return None
+        positions, count = self._program.positions[int(index)], self._counts[int(index)]
+        self._counts[int(index)] += 1
+        label = self._program.labels[positions[count]] if count < len(positions) else None
+        return None if label is None else self._replace(label, output)
 
     def check(self, at: RowIdx, output: Any) -> None:
         """Copy a layer's output in the clean run, and compare its shape in other runs."""
