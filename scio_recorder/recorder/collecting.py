@@ -147,12 +147,12 @@ class Collecting(nn.Module):
     def recorded_modules(self) -> LayerMapping[nn.Module]:
         """The modules of the recorded layers, by label; operations have none."""
         rows = map(self.architecture.__getitem__, self.recording)
-        found: dict[RowIdx, nn.Module] = {
+        modules: dict[RowIdx, nn.Module] = {
             row.label: row.module
             for row in rows
             if row.module is not None and not isinstance(row, Operation)
         }
-        return LayerMapping(self.architecture, found, "module")
+        return LayerMapping(self.architecture, modules, "module")
 
     @property
     def recorded_params(self) -> dict[str, Parameter]:
@@ -161,9 +161,9 @@ class Collecting(nn.Module):
         A parameter that the net holds under several names appears under each.
         """
         modules = self.recorded_modules.values()
-        own = {id(parameter) for module in modules for parameter in module.parameters()}
+        recorded = {id(parameter) for module in modules for parameter in module.parameters()}
         every = self._net.named_parameters("_net", remove_duplicate=False)
-        return {name: parameter for name, parameter in every if id(parameter) in own}
+        return {name: parameter for name, parameter in every if id(parameter) in recorded}
 
     @property
     def grad_nodes(self) -> LayerMapping[Any]:
@@ -492,17 +492,14 @@ class Collecting(nn.Module):
         asked = CollectOptions.of(Collecting.collecting, options, progress=False)
         # An iterator, since the number of passes is not known.
         collection = Collection(self._capture, Feed(iter(()), asked), is_of_others=True)
-        collected = CollectedPasses(collection)
-        with (
-            saying_what_is_durable(asked.store),
-            collected.open(),
-            self._around(Watcher(None, asked.activation_postproc)),
-        ):
-            self._collected = collected
-            try:
-                yield collected
-            finally:
-                self._collected = None
+        with saying_what_is_durable(asked.store):
+            collected = CollectedPasses(collection.open())
+            with collected.block(), self._around(Watcher(None, asked.activation_postproc)):
+                self._collected = collected
+                try:
+                    yield collected
+                finally:
+                    self._collected = None
 
     @contextlib.contextmanager
     def _around(self, watcher: Watcher) -> Iterator[WatchedCalls]:
@@ -530,7 +527,7 @@ class Collecting(nn.Module):
             yield calls
         finally:
             # It may not be there yet if the block was interrupted.
-            self._watchers[:] = [one for one in self._watchers if one is not watcher]
+            self._watchers[:] = [each for each in self._watchers if each is not watcher]
             calls.wrapper.remove()
         if self._capture.has_missed:
             raise UnsupportedNetError(
@@ -574,11 +571,11 @@ class Collecting(nn.Module):
 def _warn_of_calls_outside(layers: Sequence[Layer], *, has_base: bool) -> None:
     # The hooks of the network itself are called outside of a pass only by a shallow copy of it.
     if layers and layers[-1].depth:
-        own = "Recorder(net.get_base_model())" if has_base else "a Recorder of its own"
+        recorder = "Recorder(net.get_base_model())" if has_base else "a Recorder of its own"
         warn(
             f"code in the block called {few(layers, 4)} without the network "
             "around it, as generate calls an encoder. Such a call belongs to no pass: it is "
-            f"neither recorded nor changed. Watch that part with {own}"
+            f"neither recorded nor changed. Watch that part with {recorder}"
         )
 
 

@@ -99,7 +99,7 @@ def _advise_second_element(net: nn.Module, batch: Any) -> bool:
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         return False
     first, second = batch[0], batch[1]
-    if all(isinstance(one, Mapping) and one.keys() == first.keys() for one in batch):
+    if all(isinstance(each, Mapping) and each.keys() == first.keys() for each in batch):
         warn(
             f"a batch is a {type(batch).__name__} of {len(batch)} mappings with the same keys, and "
             "only the first of them goes into the net: if each is a sample, let the loader join "
@@ -128,7 +128,7 @@ def _advise_second_element(net: nn.Module, batch: Any) -> bool:
 def _takes_positions(net: nn.Module) -> bool:
     """Whether a net takes ``position_ids``, or hands them on."""
     parameters = signature_of(net.forward).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_any = inspect.Parameter.VAR_KEYWORD in [each.kind for each in parameters.values()]
     return _POSITIONS in parameters or (takes_any and any(map(_takes_positions, net.children())))
 
 
@@ -156,19 +156,20 @@ def _refuse_sample(source: Source) -> None:
     A sample lacks the first dimension of what the net was labelled with. Many nets run on both, and
     nothing else would tell. If it is only similar to a sample, there is a warning.
     """
-    given, shapes = counting_tensor(source.inputs), source.shapes_at_labelling
-    before = next((shape for value, shape in shapes if value is given), None)
-    is_like_a_sample = before is not None and len(before) == given.ndim + 1
+    counted, shapes = counting_tensor(source.inputs), source.shapes_at_labelling
+    before = next((shape for value, shape in shapes if value is counted), None)
+    is_like_a_sample = before is not None and len(before) == counted.ndim + 1
     # A length of 1 counts as one sample, and is one in any case.
-    if before is None or not is_like_a_sample or len(given) == 1 != before[1]:
+    if before is None or not is_like_a_sample or len(counted) == 1 != before[1]:
         return
     text = (
-        f"batch 0 has shape {tuple(given.shape)}, but the net was labelled with {before}: if it is "
-        f"one sample, give batches, as DataLoader(samples, batch_size=32) or torch.stack(samples) "
-        f"makes them; if it is {len(given)} samples, label the net with a batch of such samples, "
+        f"batch 0 has shape {tuple(counted.shape)}, but the net was labelled with {before}: if it "
+        "is one sample, give batches, as DataLoader(samples, batch_size=32) or "
+        f"torch.stack(samples) makes them; if it is {len(counted)} samples, label the net with a "
+        "batch of such samples, "
         "or write sample_ids=lambda batch: ... with one id for each"
     )
-    if len(given) == before[1]:
+    if len(counted) == before[1]:
         raise CollectError(text)
     warn(text, CollectWarning)
 
@@ -177,7 +178,7 @@ def _second_parameter(net: nn.Module) -> inspect.Parameter | None:
     """Return the second positional parameter of a net's forward, if it can be another input."""
     parameters = list(signature_of(net.forward).parameters.values())[:2]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if len(parameters) < 2 or any(one.kind not in kinds for one in parameters):
+    if len(parameters) < 2 or any(each.kind not in kinds for each in parameters):
         return None
     second = parameters[1]
     is_option = isinstance(second.default, bool | int | float | str) or second.name in _LABELS
@@ -238,13 +239,13 @@ def _failed(
     if getattr(error, "__notes__", ()):
         # The cause is known, and it isn't the batch.
         return text
-    given = [*map(_described, inputs.args)]
-    given += [f"{name}={_described(one)}" for name, one in inputs.kwargs.items()]
+    shown = [*map(_described, inputs.args)]
+    shown += [f"{name}={_described(value)}" for name, value in inputs.kwargs.items()]
     # A list of masks shows the number of samples, so this may come out only in the pass.
     advice = (
         advice_on_lists(inputs.kwargs)
         or _advice_on_dtype(error, net, inputs, batch)
-        or f"the net was given {', '.join(given) or 'nothing'}: write to_inputs=lambda batch: ... "
+        or f"the net was given {', '.join(shown) or 'nothing'}: write to_inputs=lambda batch: ... "
         "if it takes something else"
     )
     return f"{text}; {advice}"
@@ -252,12 +253,12 @@ def _failed(
 
 def _advice_on_dtype(error: Exception, net: nn.Module, inputs: Inputs, batch: Any) -> str:
     """Return a sentence on an input with a wrong dtype; empty if the error is about another."""
-    found = cast_for(net, inputs, error)
-    if found is None:
+    advised = cast_for(net, inputs, error)
+    if advised is None:
         return ""
-    cast, reason = found
+    cast, reason = advised
     if isinstance(batch, Mapping):
-        name = next(name for name, one in inputs.kwargs.items() if isinstance(one, Tensor))
+        name = next(name for name, value in inputs.kwargs.items() if isinstance(value, Tensor))
         converted = f'{{**batch, "{name}": batch["{name}"].{cast}}}'
     else:
         converted = f"{'batch' if isinstance(batch, Tensor) else 'batch[0]'}.{cast}"
@@ -291,15 +292,15 @@ def _refused(net: nn.Module, inputs: Inputs) -> str:
 def _failing_layer(error: Exception, architecture: Architecture) -> str:
     """Return the innermost module of the net that was running, from the traceback."""
     rows = {id(row.module): row for row in architecture.values() if row.module is not None}
-    found, trace = None, error.__traceback__
+    running, trace = None, error.__traceback__
     while trace is not None:
-        found = rows.get(id(trace.tb_frame.f_locals.get("self")), found)
+        running = rows.get(id(trace.tb_frame.f_locals.get("self")), running)
         trace = trace.tb_next
-    if found is None:
+    if running is None:
         return ""
-    calls = architecture.labels_of(found.name)
+    calls = architecture.labels_of(running.name)
     # For a module that runs several times, the failed call is unknown.
-    return str(found) if len(calls) <= 1 else f"{found.name} ({found.type_name})"
+    return str(running) if len(calls) <= 1 else f"{running.name} ({running.type_name})"
 
 
 def _described(value: Any) -> str:

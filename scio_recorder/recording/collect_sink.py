@@ -17,8 +17,8 @@ from scio_recorder.layer import Layer, Operation, RowIdx, TensorSpec, text_of
 from scio_recorder.nets.attention import Attention
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
-from scio_recorder.recording.continuing import ContinuedPass
 from scio_recorder.recording.options import LayerOptions, Transform
+from scio_recorder.recording.row_kinds import ContinuedPass
 from scio_recorder.recording.rows import BatchRows
 from scio_recorder.recording.settings import restore, states_of
 from scio_recorder.reductions import Reduction
@@ -39,7 +39,7 @@ class Batch:
 
     Parameters
     ----------
-    given : any
+    loaded : any
         The loader's batch, which transforms and reductions receive.
     number : int
         Its number, for messages.
@@ -63,7 +63,7 @@ class Batch:
         The pass, if it may continue samples of an earlier one.
     """
 
-    given: Any
+    loaded: Any
     number: int
     ids: Ids
     rows: BatchRows
@@ -145,7 +145,7 @@ class LayerSink(abc.ABC):
         received = tensors(activation)
         before = list(map(version_of, received))
         try:
-            result = transform(activation, batch.given)
+            result = transform(activation, batch.loaded)
         except Exception as error:
             raise raised_by(f"the transform of layer {self.layer}", error) from error
         if list(map(version_of, received)) != before:
@@ -306,7 +306,7 @@ class ReduceSink(LayerSink):
             options = {"to_rows": batch.rows.labels} if is_in_part else {}
             was_reduced, batch.is_reduced = batch.is_reduced, True
             try:
-                self.options.run_aside(reduction.update, kept, batch.given, **options)
+                self.options.run_aside(reduction.update, kept, batch.loaded, **options)
             except CollectError as error:
                 # Reductions of this library check all values before they change anything.
                 batch.is_reduced = was_reduced or not is_ours
@@ -407,10 +407,10 @@ class RowColumns:
 
     def put(self, batch: Batch) -> None:
         """Keep the facts about each row of a batch."""
-        given = batch.rows.columns
-        self.names = self.names or list(given)
+        columns = batch.rows.columns
+        self.names = self.names or list(columns)
         for name in self.names:
-            values = given.get(name)
+            values = columns.get(name)
             if values is None:
                 raise CollectError(
                     f"batch {batch.number} has no field {name!r}, which earlier batches had: "
@@ -499,7 +499,7 @@ def _rounding(exact: Tensor, kept: Tensor) -> tuple[float, float]:
     """
     rounded = exact.to(kept.dtype) if exact.device != kept.device else kept
     exact, rounded = (
-        torch.nan_to_num(one.double(), nan=0.0, posinf=0.0, neginf=0.0) for one in (exact, rounded)
+        torch.nan_to_num(x.double(), nan=0.0, posinf=0.0, neginf=0.0) for x in (exact, rounded)
     )
     return _squares(exact - rounded), _squares(exact)
 

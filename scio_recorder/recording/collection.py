@@ -21,10 +21,10 @@ from scio_recorder.nets.sharded import InStep
 from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording.advice import Advice, raise_for_batch
 from scio_recorder.recording.collect_sink import Batch, CollectSink, LayerSinks, RowColumns
-from scio_recorder.recording.continuing import ContinuedPass, Continuing
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.options import LayerOptions
 from scio_recorder.recording.recording import Recording, open_recording
+from scio_recorder.recording.row_kinds import ContinuedPass, Continuing
 from scio_recorder.recording.rows import BatchRows, Source
 from scio_recorder.recording.settings import made_with
 from scio_recorder.stores import Job, State, Store, StoreWriter, as_store
@@ -71,10 +71,10 @@ class Durable:
                 "inputs are kept by whole batches: give the previous batch size"
             )
         durable = self._ids[first : first + skip] if skip else ()
-        for position, (one, other) in enumerate(zip(ids, durable, strict=False), first):
-            if one != other:
+        for position, (come, other) in enumerate(zip(ids, durable, strict=False), first):
+            if come != other:
                 raise CollectError(
-                    f"sample {position} of the loader is {one!r}, but was {other!r} when the "
+                    f"sample {position} of the loader is {come!r}, but was {other!r} when the "
                     "recording began: give the same samples in the same order (no shuffling)"
                 )
         return skip
@@ -93,9 +93,12 @@ class Durable:
         """
         durable = self._samples, self._rows
         came = self.samples_come, self.rows_come if self._rows else 0
-        samples, rows = (f"{number}{'' if is_end else ' or more'}" for number in came)
-        counted = (f" in {durable[1]} rows", f" in {rows} rows") if durable[1] else ("", "")
-        what = f"holds {durable[0]} samples{counted[0]} already, and {samples}{counted[1]} came now"
+        more = "" if is_end else " or more"
+        in_rows = (
+            [f" in {durable[1]} rows", f" in {came[1]}{more} rows"] if self._rows else ["", ""]
+        )
+        now = f"{came[0]}{more}{in_rows[1]} came now"
+        what = f"holds {durable[0]} samples{in_rows[0]} already, and {now}"
         if self.is_complete and came != durable and (is_end or came > durable):
             raise CollectError(
                 f"the recording is complete: it {what}. Read it with open_recording, give the "
@@ -223,6 +226,9 @@ class OpenCollection:
         # Whether batches have their optional entries, by name: all batches or none. If others run
         # the passes, they choose the inputs of each.
         self._has: dict[str, bool] | None = None if self._continuing else {}
+        architecture = self.layers.architecture
+        self._first = architecture[self.layers.recording[0]]
+        self._input_shapes = architecture[0, 1].input_shape
         # The number of samples at labelling, if known.
         self._labelled: tuple[int] | None = None
         # Whether commits count: no reduction holds a part of a pass that failed.
@@ -250,12 +256,12 @@ class OpenCollection:
         """Whether no pass counts, of this run or an earlier one."""
         return len(self._writer.sample_ids) == 0
 
-    def begin(self, given: Any, inputs: Inputs, *, is_taken: bool = True) -> Batch:
+    def begin(self, loaded: Any, inputs: Inputs, *, is_taken: bool = True) -> Batch:
         """Begin a batch: find its rows and ids, and what of it is not durable already.
 
         Parameters
         ----------
-        given : any
+        loaded : any
             The loader's batch.
         inputs : Inputs
             The net's inputs for it.
@@ -263,37 +269,33 @@ class OpenCollection:
             Whether it is one of those to take.
         """
         self._check_trusted()
-        feed, durable, number = self.feed, self._durable, self.feed.number
-        source = self._source(given, inputs)
+        net, writer, durable = self.capture.net, self._writer, self._durable
+        labelled = self._first, self._input_shapes
+        source = Source(net, loaded, inputs, self.feed.number, *labelled, self._has)
         self._advice.look_at(source)
         continued, rows = self._rows(source, is_taken=is_taken)
         is_taken &= continued is None or continued.sequences.is_taken
-        ids: Ids = ()
-        num_samples = 0
-        # Given ids need no running index, and continued samples have theirs.
-        if (is_taken or feed.is_numbering) and (rows is None or rows.num_samples):
-            number_by_rows = None if rows is None else rows.num_samples
-            ids, num_samples = feed.ids(given, inputs, number_by_rows)
-        if rows is None:
-            if number == 0:
-                self._labelled = source.number_at_labelling(num_samples)
-            rows = BatchRows.of_samples(num_samples, self._labelled)
+        ids, number = self._ids(source, rows, is_taken=is_taken)
+        rows = rows or BatchRows.of_samples(number, self._labelled)
+        num_repeats = number - len(ids)
+        if num_repeats:
+            rows = rows.of_some(0, rows.num_samples - num_repeats)
         skip = durable.num_to_skip(ids, by_batches=self.layers.with_inputs) if is_taken else 0
-        has_repeats = len(ids) < num_samples
-        if has_repeats:
-            rows = rows.of_some(0, rows.num_samples - num_samples + len(ids))
         # It may continue durable samples: then it is durable itself if its rows are.
-        is_durable = skip == len(ids) if num_samples else durable.holds_rows(rows.num_rows)
-        is_new = is_taken and not (is_durable or durable.is_complete)
-        kept, is_part = rows.of_some(skip, rows.num_samples) if skip else rows, skip or has_repeats
-        counted = given, number, ids, kept, rows.num_rows, self._writer.start, skip, bool(is_part)
-        return Batch(*counted, is_taken, is_new, continued)
-
-    def _source(self, given: Any, inputs: Inputs) -> Source:
-        """Return where the entries of a batch are looked up."""
-        net, architecture = self.capture.net, self.layers.architecture
-        first, shapes = architecture[self.layers.recording[0]], architecture[0, 1].input_shape
-        return Source(net, given, inputs, self.feed.number, first, shapes, self._has)
+        is_durable = skip == len(ids) if number else durable.holds_rows(rows.num_rows)
+        return Batch(
+            loaded,
+            source.number,
+            ids,
+            rows.of_some(skip, rows.num_samples) if skip else rows,
+            rows.num_rows,
+            writer.start,
+            skip,
+            is_part=bool(skip or num_repeats),
+            is_taken=is_taken,
+            is_new=is_taken and not (is_durable or durable.is_complete),
+            continued=continued,
+        )
 
     def _rows(
         self, source: Source, *, is_taken: bool
@@ -305,6 +307,18 @@ class OpenCollection:
         if self._continuing is None:
             return None, kind.of(source)
         return self._continuing.begin(kind, source, self._durable.samples_come, is_taken=is_taken)
+
+    def _ids(self, source: Source, rows: BatchRows | None, *, is_taken: bool) -> tuple[Ids, int]:
+        """Return the ids of a batch's samples, and their number with repeats at the end."""
+        is_counted = is_taken or self.feed.is_numbering
+        if not is_counted or (rows is not None and not rows.num_samples):
+            # Given ids need no running index, and continued samples have theirs.
+            return (), 0
+        number = None if rows is None else rows.num_samples
+        ids, number = self.feed.ids(source.batch, source.inputs, number)
+        if rows is None and source.number == 0:
+            self._labelled = source.number_at_labelling(number)
+        return ids, number
 
     def take(self, batch: Batch, run: Callable[[CollectSink], Any]) -> Any:
         """Run the pass of a new batch, and commit those of its samples that are not durable.
@@ -323,7 +337,8 @@ class OpenCollection:
         sink = CollectSink(self._sinks, batch, self._writer.calls, self._weights)
         try:
             output = run(sink)
-            self._sinks.reduce_waiting(batch)
+            if batch.waiting:
+                self._sinks.reduce_waiting(batch)
         except BaseException:
             self.is_trusted = not batch.is_reduced
             raise
@@ -332,8 +347,11 @@ class OpenCollection:
 
     def _commit(self, batch: Batch, sink: CollectSink) -> None:
         """Count a pass, which has succeeded."""
-        self._sinks.count(batch)
-        calls = {text_of(label): call for label, call in sorted(sink.calls.items())}
+        if batch.rounding:
+            self._sinks.count(batch)
+        calls = None
+        if sink.calls:
+            calls = {text_of(label): call for label, call in sorted(sink.calls.items())}
         rows = None if batch.rows.are_samples else batch.rows.num_rows
         self.is_trusted = False
         try:
@@ -507,9 +525,9 @@ def _run_batches(
     """Run the net on all batches in order, without samples that are durable already."""
     feed, net, architecture = opened.feed, opened.capture.net, opened.layers.architecture
     with progress as advance:
-        for given, is_taken in feed:
-            inputs = feed.inputs(given)
-            batch = opened.begin(given, inputs, is_taken=is_taken)
+        for loaded, is_taken in feed:
+            inputs = feed.inputs(loaded)
+            batch = opened.begin(loaded, inputs, is_taken=is_taken)
             if is_taken and not is_left_out(not batch.is_new):
                 try:
                     if batch.is_new:
@@ -517,7 +535,7 @@ def _run_batches(
                     else:
                         run(inputs, None)
                 except Exception as error:
-                    shown = given if feed.asked.to_inputs is None else None
+                    shown = loaded if feed.asked.to_inputs is None else None
                     raise_for_batch(error, feed.number, architecture, net, inputs, shown)
             counted = opened.end(batch)
             if is_taken:
@@ -544,12 +562,12 @@ class CollectedPasses:
 
     Parameters
     ----------
-    collection : Collection
-        What is to be collected.
+    opened : OpenCollection
+        Takes the passes, and outlives failed ones.
     """
 
-    def __init__(self, collection: Collection) -> None:
-        self._collection = collection
+    def __init__(self, opened: OpenCollection) -> None:
+        self._opened = opened
         self._recording: Recording | None = None
         self._why_none = "the block has not ended: read `recording` after it"
         # Only one pass at a time can write rows.
@@ -569,12 +587,12 @@ class CollectedPasses:
         return self._recording
 
     def __repr__(self) -> str:
-        return f"CollectedPasses({self._collection.feed.number})"
+        return f"CollectedPasses({self._opened.feed.number})"
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Open the store inside a block."""
-        self._opened = opened = self._collection.open()
+    def block(self) -> Iterator[None]:
+        """Take passes inside a block, and make the recording when it ends."""
+        opened = self._opened
         bar = progress_bar("collecting passes", None, is_wanted=opened.asked.progress)
         try:
             with bar as self._advance:
@@ -586,17 +604,17 @@ class CollectedPasses:
                     f"{why_not_called(opened.capture.net)}"
                 )
         except BaseException as error:
-            self._keep_what_ended(opened, error)
+            self._keep_what_ended(error)
             raise
         self._recording = opened.finish()
 
-    def _keep_what_ended(self, opened: OpenCollection, error: BaseException) -> None:
+    def _keep_what_ended(self, error: BaseException) -> None:
         self._why_none = f"the block ended by {error!r}, and no pass that counts before it"
-        if opened.is_empty or not opened.is_trusted:
-            opened.abandon()
+        if self._opened.is_empty or not self._opened.is_trusted:
+            self._opened.abandon()
             return
         try:
-            self._recording = opened.finish(is_complete=False)
+            self._recording = self._opened.finish(is_complete=False)
         except RecorderError as failure:
             # The exception in the block must be the one that is reported.
             self._why_none = f"the block ended by {error!r}, and then: {failure}"
@@ -611,7 +629,7 @@ class CollectedPasses:
         records_outputs: bool = True,
     ) -> Any:
         """Run the network, as `Capture.run` does, and collect the pass."""
-        capture = self._collection.capture
+        capture = self._opened.capture
         if not records_outputs or capture.is_running or is_rerun():
             return capture.run(call, args, kwargs, posts=posts, records_outputs=records_outputs)
         posts = capture.acting(posts)
@@ -621,7 +639,7 @@ class CollectedPasses:
     def _collect(
         self, call: Callable[..., Any], inputs: Inputs, posts: Postprocessors | None
     ) -> Any:
-        opened, capture = self._opened, self._collection.capture
+        opened, capture = self._opened, self._opened.capture
         named = inputs.named(capture.net)
         is_taken = opened.feed.is_taken and not opened.is_complete
         # Functions of rows and ids may call the network.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, islice
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -114,7 +114,7 @@ class Feed:
                 f"batches=[{x}] for one batch, or batches={x}.split(32) for several"
             )
         if isinstance(batches, Mapping) and any(
-            to_inputs is None or isinstance(one, Tensor) for one in batches.values()
+            to_inputs is None or isinstance(value, Tensor) for value in batches.values()
         ):
             raise CollectError(
                 "batches is a mapping, so its keys would count as batches: write batches=[x] if "
@@ -179,8 +179,9 @@ class Feed:
         """
         taken, batches = self.num_batches, self.batches
         if isinstance(batches, list | tuple):
-            firsts = (one[0] if isinstance(one, list | tuple) and one else one for one in batches)
-            samples: int | None = sum(map(len, filter(_has_rows, firsts)))
+            firsts = map(_first, batches)
+            sizes = [len(x) for x in firsts if isinstance(x, Tensor) and x.ndim]
+            samples: int | None = sum(sizes)
         else:
             samples = _length(getattr(batches, "sampler", None))
         return [self.asked.max_batches if taken is None else taken, samples]
@@ -188,19 +189,19 @@ class Feed:
     def inputs(self, batch: Any) -> Inputs:
         """Return the net's inputs for a batch."""
         is_ours = self.asked.to_inputs is None
-        given = _first(batch) if is_ours else self._result_of("to_inputs", batch)
-        if is_ours and not isinstance(given, Tensor | Mapping):
-            begins = "" if given is batch else f" that begins with a {type(given).__name__}"
+        fed = _first(batch) if is_ours else self._result_of("to_inputs", batch)
+        if is_ours and not isinstance(fed, Tensor | Mapping):
+            begins = "" if fed is batch else f" that begins with a {type(fed).__name__}"
             what = f"batch {self.number} is a {type(batch).__name__}{begins}"
-            raise CollectError(f"{what}{_converted(given, batch)}")
-        inputs = Inputs.of(tuple(given) if isinstance(given, list) else given)
+            raise CollectError(f"{what}{_converted(fed, batch)}")
+        inputs = Inputs.of(tuple(fed) if isinstance(fed, list) else fed)
         if inputs is not None:
-            odd = [key for key in inputs.kwargs if not isinstance(key, str)]
-            if odd:
-                raise CollectError(f"the key {odd[0]!r} of a batch can't be a keyword; {_WRITE}")
+            for key in inputs.kwargs:
+                if not isinstance(key, str):
+                    raise CollectError(f"the key {key!r} of a batch can't be a keyword; {_WRITE}")
             return inputs
         raise CollectError(
-            f"to_inputs returned a {type(given).__name__} for batch {self.number}: return a "
+            f"to_inputs returned a {type(fed).__name__} for batch {self.number}: return a "
             "tensor, a tuple of positional inputs, a dict of keyword inputs, or both as a pair "
             "(tuple, dict)"
         )
@@ -282,16 +283,16 @@ class Feed:
             The number of its samples, if known.
         """
         if self.asked.sample_ids is not None:
-            given = self._given_ids(batch, number)
+            all_ids = self._given_ids(batch, number)
         else:
             number = len(counting_tensor(inputs)) if number is None else number
             first = self.num_samples + (self.part or 0) * IDS_OF_A_PART
             if not self.has_indices:
                 return range(first, first + number), number
-            given = [] if self._chosen is None else self._chosen.indices
-        own = self._num_own(len(given) if number is None else number)
+            all_ids = [] if self._chosen is None else self._chosen.indices
+        num_own = self._num_own(len(all_ids) if number is None else number)
         try:
-            ids = to_ids(given[:own])
+            ids = to_ids(all_ids[:num_own])
         except ValueError as error:
             raise CollectError(f"sample_ids of batch {self.number}: {error}") from None
         each: Iterable[Any] = ids
@@ -303,28 +304,28 @@ class Feed:
                     "sample has already: give every sample an id of its own"
                 )
             self._seen.add(value)
-        return ids, len(given)
+        return ids, len(all_ids)
 
     def _num_own(self, number: int) -> int:
         """Return how many of a batch's samples, from the first on, are no repeats of a sampler."""
         if self._chosen is None:
             return number
-        chosen, own = len(self._chosen.indices), self._chosen.num_own
-        if number != chosen and (self.asked.sample_ids is None or 0 < own < chosen):
+        chosen, num_own = len(self._chosen.indices), self._chosen.num_own
+        if number != chosen and (self.asked.sample_ids is None or 0 < num_own < chosen):
             raise CollectError(
                 f"the sampler chose {chosen} samples for batch {self.number}, of which it repeats "
-                f"{chosen - own}, but the batch has {number}, and it is unknown which they are: "
-                "write sample_ids=lambda batch: ... with one id for each, or give the sampler "
+                f"{chosen - num_own}, but the batch has {number}, and it is unknown which they "
+                "are: write sample_ids=lambda batch: ... with one id for each, or give the sampler "
                 "drop_last=True"
             )
-        return number if own == chosen else own
+        return number if num_own == chosen else num_own
 
     def _given_ids(self, batch: Any, number: int | None) -> list[Any]:
-        given = self._result_of("sample_ids", batch)
-        values = given.tolist() if hasattr(given, "tolist") else given
+        result = self._result_of("sample_ids", batch)
+        values = result.tolist() if hasattr(result, "tolist") else result
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise CollectError(
-                f"sample_ids returned {given!r} for batch {self.number}: return one integer or "
+                f"sample_ids returned {result!r} for batch {self.number}: return one integer or "
                 "string for each sample"
             )
         ids = list(values)
@@ -340,32 +341,28 @@ class Feed:
         self._seen.difference_update(ids)
 
 
-def _length(given: Any) -> int | None:
+def _length(sized: Any) -> int | None:
     try:
-        return len(given)
+        return len(sized)
     except Exception:
         # Other libraries' samplers may raise anything, and need no length to be iterated over.
         return None
-
-
-def _has_rows(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _first(batch: Any) -> Any:
     return batch[0] if isinstance(batch, tuple | list) and batch else batch
 
 
-def _converted(given: Any, batch: Any) -> str:
+def _converted(begin: Any, batch: Any) -> str:
     """Return how to make inputs of what a batch begins with."""
-    x = "batch" if given is batch else "batch[0]"
-    if isinstance(given, np.ndarray):
+    x = "batch" if begin is batch else "batch[0]"
+    if isinstance(begin, np.ndarray):
         return f": write to_inputs=lambda batch: torch.from_numpy({x})"
-    texts = given if isinstance(given, list | tuple) else [given]
+    texts = begin if isinstance(begin, list | tuple) else [begin]
     if not texts or not all(isinstance(text, str) for text in texts):
         return f"; {_WRITE}"
     # A list of texts begins with one.
-    x = "batch" if isinstance(given, str) else x
+    x = "batch" if isinstance(begin, str) else x
     return (
         ": texts must be tokenized, so write to_inputs=lambda batch: "
         f'tokenizer({x}, padding=True, return_tensors="pt")'
@@ -375,13 +372,13 @@ def _converted(given: Any, batch: Any) -> str:
 def counting_tensor(inputs: Inputs) -> Tensor:
     """Return the input whose first dimension tells how many samples a batch has."""
     first = inputs.args[0] if inputs.args else None
-    if _has_rows(first):
+    if isinstance(first, Tensor) and first.ndim:
         # Usually the first input decides, and the others need not be examined.
         return first
     for tensor in tensors(tuple(inputs)):
-        if tensor.ndim > 0:
+        if tensor.ndim:
             return tensor
-    named = {**{f"input {place}": one for place, one in enumerate(inputs.args)}, **inputs.kwargs}
+    named = {f"input {place}": value for place, value in enumerate(inputs.args)} | inputs.kwargs
     raise CollectError(
         advice_on_lists(named)
         or "the net's input has no tensor that shows the number of samples: write "

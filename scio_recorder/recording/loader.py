@@ -102,15 +102,15 @@ def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[RowIdx, Te
     """
     chosen = set() if selectors else set(recording.stored)
     for selector in selectors:
-        found = select(recording.architecture, [selector])
-        stored = set(recording.stored).intersection(found)
-        reduced = [label for label in found if label in recording.reductions]
+        labels = select(recording.architecture, [selector])
+        stored = set(recording.stored).intersection(labels)
+        reduced = [label for label in labels if label in recording.reductions]
         if reduced and not stored:
             named = ", ".join(str(recording.architecture[label]) for label in reduced[:4])
             raise ArgumentError(f"there are no rows of {named}: collect without reduce= for them")
         if not stored:
             # Raises, naming the layers that exist.
-            recording[found[0]]
+            recording[labels[0]]
         chosen |= stored
     if not chosen:
         raise ArgumentError("the recording holds no samples: all of its layers are reduced")
@@ -350,7 +350,7 @@ def _sizes_of(
     row_bytes = max(1, sum(map(bytes_of_row, columns)))
     room = max(0, buffer_bytes - 2 * batch_size * row_bytes)
     run = min(_RUN_BYTES, room // _LEAST_RUNS) // row_bytes
-    buffered = sum(bytes_of_row(one) for one in columns if isinstance(one, DiskTensor))
+    buffered = sum(bytes_of_row(column) for column in columns if isinstance(column, DiskTensor))
     return max(1, run), max(1, room // (buffered + _NUMBERS_BYTES))
 
 
@@ -436,7 +436,8 @@ def _batches_of(
         span = places[start : start + size]
         pieces = list(order.rows(span))
         slots = order.permutation(len(span), span.start)
-        rows = torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in pieces])[slots]
+        in_order = [torch.arange(piece.start, piece.stop, device="cpu") for piece in pieces]
+        rows = torch.cat(in_order)[slots]
         sources = [
             (column, rows) if buffer is None else (_read(column, pieces, buffer), slots)
             for column, buffer in zip(columns, buffers, strict=True)

@@ -261,7 +261,7 @@ class LayerOptions:
         # The layers of which transforms are given the attention.
         self.attention = tuple(program.attention)
         self._check_attention()
-        self.stored = tuple(label for label in self.recording if label not in self.reductions)
+        self.stored = tuple([label for label in self.recording if label not in self.reductions])
 
     def _check(self) -> None:
         if not self.recording:
@@ -318,9 +318,10 @@ class LayerOptions:
     @property
     def keeps_rows(self) -> bool:
         """Whether what is kept has an entry for each row, which needs the row's sample."""
-        lists = (one if isinstance(one, list) else [one] for one in self.reductions.values())
-        is_reduced_by_row = any(reduction.keeps_rows for each in lists for reduction in each)
-        return self.asked.store is not None or is_reduced_by_row
+        if self.asked.store is not None:
+            return True
+        lists = (each if isinstance(each, list) else [each] for each in self.reductions.values())
+        return any(reduction.keeps_rows for reductions in lists for reduction in reductions)
 
     @property
     def has_shards(self) -> bool:
@@ -357,12 +358,12 @@ class LayerOptions:
             },
         }
 
-    def _by_layer(self, given: Any, what: str) -> dict[RowIdx, Any]:
-        if given is None:
+    def _by_layer(self, option: Any, what: str) -> dict[RowIdx, Any]:
+        if option is None:
             return {}
-        if not isinstance(given, Mapping):
-            return dict.fromkeys(self.recording, given)
-        return by_selector(self.architecture, self.recording, given, what, CollectError)
+        if not isinstance(option, Mapping):
+            return dict.fromkeys(self.recording, option)
+        return by_selector(self.architecture, self.recording, option, what, CollectError)
 
 
 def _fits(row: Layer, leading: tuple[int, ...]) -> bool:

@@ -47,12 +47,12 @@ class RowsOfSamples(OnDemand["slice | Tensor"]):
     """
 
     def __init__(self, samples: Tensor, num_samples: int) -> None:
-        found = samples[:].cpu()
-        self.lengths = torch.bincount(found, minlength=num_samples)
+        owners = samples[:].cpu()
+        self.lengths = torch.bincount(owners, minlength=num_samples)
         self._starts = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
         # If rows of a sample are not adjacent, each needs its index.
-        is_rising = not bool((found.diff() < 0).any())
-        self._order = None if is_rising else found.argsort(stable=True)
+        is_rising = not bool((owners.diff() < 0).any())
+        self._order = None if is_rising else owners.argsort(stable=True)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -244,8 +244,8 @@ class Readable(LayerMapping[Any]):
         """
         if self.path is not None:
             return "disk"
-        found = {self._values[label].device.type for label in self.stored}
-        return ("host" if found == {"cpu"} else "device") if found else None
+        devices = {self._values[label].device.type for label in self.stored}
+        return ("host" if devices == {"cpu"} else "device") if devices else None
 
     @cached_property
     def reductions(self) -> Mapping[RowIdx, Reductions]:

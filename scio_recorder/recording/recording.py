@@ -155,9 +155,9 @@ class Recording(FurtherMethods, Showing):
         ([3, 3, 2], tensor(28))
         """
         place = place_of(rank, world_size)
-        given = Arguments(batch_size, shuffle, seed, *place, drop_last, buffer_bytes, with_rows)
+        arguments = Arguments(batch_size, shuffle, seed, *place, drop_last, buffer_bytes, with_rows)
         layers, fingerprint = rows_of(self, selectors), self.architecture.fingerprint
-        return RecordingLoader(layers, self.rows, fingerprint, given)
+        return RecordingLoader(layers, self.rows, fingerprint, arguments)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recording to a folder, from which ``open_recording`` reads it.
@@ -232,7 +232,7 @@ def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Rec
     return opened(RunReader(path, verify=verify), {})
 
 
-def opened(reader: RunReader, given: Mapping[RowIdx, Reductions]) -> Recording:
+def opened(reader: RunReader, patterns: Mapping[RowIdx, Reductions]) -> Recording:
     """Return the recording of a reader; ``given`` are its reductions, if the caller has them."""
     header: dict[str, Any] = dict(reader.header)
     architecture = Architecture.from_dict(header.pop("architecture", None))
@@ -243,15 +243,15 @@ def opened(reader: RunReader, given: Mapping[RowIdx, Reductions]) -> Recording:
         if error.errno != errno.ENOENT or again.fingerprint() == reader.fingerprint():
             raise
         # A writer has committed more meanwhile, and replaced a state.
-        return opened(again, given)
+        return opened(again, patterns)
     try:
         held = held_by(reader, architecture)
         errors = _relative_errors(architecture, states)
         reductions = {}
         for name, recipes in header.get("reductions", {}).items() if states else ():
             label = architecture.resolve(name)
-            own = [state["reductions"][name] for state in states]
-            reductions[label] = from_recipes(recipes, own, name, given.get(label))
+            reduced = [state["reductions"][name] for state in states]
+            reductions[label] = from_recipes(recipes, reduced, name, patterns.get(label))
     except (LayerNotFoundError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise RecordingError(f"{reader.path} contradicts itself: {error}") from error
     return Recording(
@@ -262,17 +262,18 @@ def opened(reader: RunReader, given: Mapping[RowIdx, Reductions]) -> Recording:
 def _states(reader: RunReader) -> list[Any]:
     """Return the last state of each rank that has one; `save` writes it at the end."""
     states = map(reader.read_state, range(reader.world_size))
-    return [found for found in (unpack(state) for state in states if state is not None) if found]
+    contents = [unpack(state) for state in states if state is not None]
+    return [content for content in contents if content]
 
 
 def _relative_errors(architecture: Architecture, states: list[Any]) -> dict[RowIdx, float]:
     """Return the norm of rounding errors over that of all values, of all ranks, by layer."""
-    found = {}
+    errors = {}
     for name in dict.fromkeys(chain.from_iterable(state["rounding"] for state in states)):
         sums = [state["rounding"].get(name, (0.0, 0.0)) for state in states]
         lost, total = map(sum, zip(*sums, strict=True))
-        found[architecture.resolve(name)] = math.sqrt(lost / total) if total else 0.0
-    return found
+        errors[architecture.resolve(name)] = math.sqrt(lost / total) if total else 0.0
+    return errors
 
 
 def _save(recording: Recording, path: str | os.PathLike[str]) -> None:
@@ -326,7 +327,7 @@ def _settings(recording: Recording) -> dict[str, Any]:
         **recording.settings,
         "layers": [text_of(label) for label in layers],
         "reductions": {
-            text_of(label): recipes_of(given) for label, given in recording.reductions.items()
+            text_of(label): recipes_of(patterns) for label, patterns in recording.reductions.items()
         },
         "inputs": bool(recording.calls.labels),
         "made_with": dict(recording.made_with),

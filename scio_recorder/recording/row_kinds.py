@@ -1,18 +1,42 @@
-"""The kinds of rows: tokens of padded batches or packed documents, and nodes of graphs."""
+"""The kinds of rows, tokens and nodes; and passes that continue samples, as in ``generate``.
+
+NOTE [Which pass continues which]
+
+A pass that receives a filled cache continues: its positions are the next ones of the same samples.
+Whose samples these are, the tensors in the cache tell. If each is one that the latest pass of some
+samples left, and nobody has written to it since, then each line is the line of that pass. A cache
+whose tensors are all zeros, or that has none yet, begins samples. Anything else (beams, candidates
+that are taken back, rows that are reordered or selected, a copy, a cache that other code has
+filled) would assign rows to wrong samples, and is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.errors import CollectError
 from scio_recorder.recording.rows import BatchRows, Fields, Name, Rows, Source, advice_on_lists
+from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import signature_of
+from scio_recorder.tensors.copies import version_of
+from scio_recorder.tensors.digests import digest_of
+from scio_recorder.tensors.structures import tensors
 
+# Arguments of forward, and entries of its output, by which libraries hand over the results of
+# earlier passes.
+_CACHES = (
+    *("past_key_values", "cache_params", "past_key_value", "layer_past", "past", "kv_cache"),
+    *("state", "mems", "cache"),
+)
+_WATCH = "record it inside `with rnet.watch() as passes:`, which keeps passes as they come"
 _ENCODER = ("input_ids", "inputs_embeds")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _MASKS_OF_PAIRS = ("attention_mask", "decoder_attention_mask")
@@ -126,10 +150,10 @@ class Tokens(Rows):
         if self.mask is not None and not (is_pair and self.mask in _MASKS_OF_PAIRS):
             return source.read("mask", self.mask)
         # Without it, as in generate, the net treats all positions as real.
-        found = source.find_in_all(str(self.mask or "attention_mask"))
+        mask = source.find_in_all(str(self.mask or "attention_mask"))
         # Otherwise it may say who attends to whom, as segments do.
-        is_mask = self.segments is None or getattr(found, "ndim", 2) == 2
-        return source.tensor("mask", found) if found is not None and is_mask else None
+        is_mask = self.segments is None or getattr(mask, "ndim", 2) == 2
+        return source.tensor("mask", mask) if mask is not None and is_mask else None
 
     def _sequence(self, source: Source, mask: Tensor | None) -> tuple[str, tuple[int, int]]:
         """Return the argument with the sequence of tokens, and its [batch, positions]."""
@@ -138,19 +162,20 @@ class Tokens(Rows):
             names = _DECODER if self.mask.startswith("decoder") else _ENCODER
         elif self.mask is not None:
             names = _ENCODER + _DECODER
-        found = _shapes(source, names)
-        if not found and names is not _DECODER:
+        sequences = _shapes(source, names)
+        if not sequences and names is not _DECODER:
             others = [name for name in source.arguments if "mask" not in name]
-            found = dict(list(_shapes(source, others).items())[:1])
+            sequences = dict(list(_shapes(source, others).items())[:1])
             if callable(self.mask) and mask is not None and mask.ndim == 2:
                 # A net divides sound into frames: a caller who marks the real ones knows their
                 # number.
-                found = {n: shape for n, shape in found.items() if shape[1] <= mask.shape[1]}
+                most = mask.shape[1]
+                sequences = {n: shape for n, shape in sequences.items() if shape[1] <= most}
         if mask is not None and mask.ndim == 2:
             size: tuple[int, int] = (mask.shape[0], mask.shape[1])
-            fitting = {name: shape for name, shape in found.items() if shape == size}
-            found = fitting or found or {"": size}
-        if not found:
+            fitting = {name: shape for name, shape in sequences.items() if shape == size}
+            sequences = fitting or sequences or {"": size}
+        if not sequences:
             raise CollectError(
                 advice_on_lists(source.arguments)
                 or f"layer {source.layer} can't be collected by rows=Tokens(): the net's input has "
@@ -158,36 +183,35 @@ class Tokens(Rows):
                 "features]; write Tokens(mask=lambda batch: ...) with a bool tensor [batch, "
                 "positions] and, if layers have another shape, transform=; or leave rows= out"
             )
-        return next(iter(found.items()))
+        return next(iter(sequences.items()))
 
 
 def _is_cut(source: Source, name: str, mask: Tensor) -> bool:
     """Whether a mask belongs to a batch that is cut, at an unknown place, on its way to the net."""
-    own, batch = source.entry(name), source.batch
-    if own is None:
-        own = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    return isinstance(own, Tensor) and own.shape[:2] == mask.shape
+    whole, batch = source.entry(name), source.batch
+    if whole is None:
+        whole = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    return isinstance(whole, Tensor) and whole.shape[:2] == mask.shape
 
 
 def _shapes(source: Source, names: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return [batch, positions] of each argument that can be a sequence of tokens."""
-    given = source.tensors
-    found = {name: given[name] for name in names if name in given and given[name].ndim in (2, 3)}
-    return {name: (value.shape[0], value.shape[1]) for name, value in found.items()}
+    values = {name: source.tensors[name] for name in names if name in source.tensors}
+    return {name: (x.shape[0], x.shape[1]) for name, x in values.items() if x.ndim in (2, 3)}
 
 
 def _has_others(source: Source, shape: tuple[int, int]) -> bool:
     """Whether the net also receives something with positions of its own, such as an image."""
-    own = shape, (1, shape[1])
-    given = [one for name, one in source.tensors.items() if "mask" not in name]
-    return any(one.ndim > 2 and one.shape[:2] not in own for one in given)
+    leading = shape, (1, shape[1])
+    others = [tensor for name, tensor in source.tensors.items() if "mask" not in name]
+    return any(tensor.ndim > 2 and tensor.shape[:2] not in leading for tensor in others)
 
 
 def _default_fields(source: Source, name: str, shape: tuple[int, int]) -> list[tuple[str, Name]]:
     """Return the name of the tokens' ids, if the batch has them."""
     wanted = "decoder_input_ids" if name in _DECODER else "input_ids"
-    found = source.find(wanted)
-    is_fitting = isinstance(found, Tensor) and tuple(found.shape) == shape
+    ids = source.find(wanted)
+    is_fitting = isinstance(ids, Tensor) and tuple(ids.shape) == shape
     return [(wanted, wanted)] if is_fitting else []
 
 
@@ -274,9 +298,9 @@ class Nodes(Rows):
         else:
             owners = self._owners(source)
             number = int(owners.max()) + 1 if len(owners) else 0
-            given = source.find("num_graphs") if self.sample == "batch" else None
+            num_graphs = source.find("num_graphs") if self.sample == "batch" else None
             # The last graphs may be without nodes.
-            number = max(number, given) if isinstance(given, int) else number
+            number = max(number, num_graphs) if isinstance(num_graphs, int) else number
         rows = self._rows(source, ("nodes",), (len(owners),), owners, number, self._pairs())
         nodes = next((name for name, size in _lines(source).items() if size == len(owners)), "")
         return replace(rows, labelled=source.labelled_as(nodes, 1))
@@ -302,8 +326,9 @@ class Nodes(Rows):
 
 def _lines(source: Source) -> dict[str, int]:
     """Return the number of lines of each argument of forward, most likely nodes first."""
-    given = source.tensors
-    values = {"x": given["x"], **given} if "x" in given else given
+    values = source.tensors
+    if "x" in values:
+        values = {"x": values["x"], **values}
     return {name: value.shape[0] for name, value in values.items() if value.ndim > 0}
 
 
@@ -314,3 +339,198 @@ def _num_nodes(source: Source) -> int:
         f"the net's input in batch {source.number} has no tensor that shows the number of "
         "nodes: write Nodes(sample=lambda batch: ...) with the graph of each node"
     )
+
+
+@dataclass(eq=False)
+class Sequences:
+    """Samples that a pass has begun, and that others may continue.
+
+    Parameters
+    ----------
+    first : int
+        The place of the first among all samples.
+    lengths : torch.Tensor
+        The number of real positions of each so far.
+    is_taken : bool
+        Whether their rows are collected.
+    num_positions : int
+        The number of positions that ran so far, padding included.
+    step : int
+        The number of passes.
+    """
+
+    first: int
+    lengths: Tensor
+    is_taken: bool
+    num_positions: int = 0
+    step: int = 0
+
+
+class _LeftTensor(NamedTuple):
+    """A tensor that a pass left in a cache: the samples of that pass, its step, the contents."""
+
+    sequences: Sequences
+    step: int
+    contents: int | str
+
+
+class ContinuedPass(NamedTuple):
+    """A pass that may continue samples, or be continued: what it received, and its rows.
+
+    Parameters
+    ----------
+    caches : list
+        The caches that it received.
+    sequences : Sequences
+        The samples that it belongs to.
+    rows : BatchRows
+        Its rows, as a pass alone would have them.
+    """
+
+    caches: list[Any]
+    sequences: Sequences
+    rows: BatchRows
+
+
+class Continuing:
+    """Distinguishes passes that continue samples from those that begin them; see the NOTE."""
+
+    def __init__(self) -> None:
+        self._left: MutableMapping[Tensor, _LeftTensor] = WeakTensorKeyDictionary()
+
+    def begin(
+        self, kind: Rows, source: Source, first: int, *, is_taken: bool
+    ) -> tuple[ContinuedPass, BatchRows]:
+        """Return a pass that is about to run, and its rows; without samples if it continues some.
+
+        Parameters
+        ----------
+        kind : Rows
+            The kind of row.
+        source : Source
+            The pass.
+        first : int
+            The number of samples before it.
+        is_taken : bool
+            Whether its rows are collected, if it begins samples.
+        """
+        caches = _caches_in(source.arguments)
+        earlier = self._find(_samples_in(caches))
+        if earlier is None:
+            _refuse_several()
+        rows = _pass_rows(kind, source, earlier, has_cache=bool(caches))
+        lengths = torch.zeros(rows.num_samples, dtype=torch.int64, device="cpu")
+        now = earlier or Sequences(first, lengths, is_taken)
+        columns = dict(rows.columns)
+        sample, position = columns.pop("sample"), columns.pop("position")
+        places = {
+            "sample": sample + (now.first - first),
+            "position": position + now.lengths[sample],
+            "step": torch.full_like(sample, now.step),
+        }
+        number = rows.num_samples if earlier is None else 0
+        placed = replace(rows, num_samples=number, columns={**places, **columns})
+        return ContinuedPass(caches, now, rows), placed
+
+    def count(self, ended: ContinuedPass, output: Any) -> None:
+        """Count a pass, which has ended well.
+
+        Parameters
+        ----------
+        ended : ContinuedPass
+            The pass.
+        output : any
+            The network's output, which may hold a cache that the network made.
+        """
+        caches, sequences, rows = ended
+        sequences.lengths = sequences.lengths + rows.lengths
+        sequences.num_positions += rows.shape[-1]
+        # Caches that the pass has only read, such as tuples, don't hold what it left.
+        held = [
+            cache for cache in map(_samples_in, caches) if not self._are_left_by(sequences, cache)
+        ]
+        sequences.step += 1
+        for tensor in _samples_in([held, _caches_in(output)]):
+            self._left[tensor] = _LeftTensor(sequences, sequences.step, _contents(tensor))
+
+    def _find(self, held: list[Tensor]) -> Sequences | None:
+        """Return the samples that caches with these tensors continue; None if they are empty."""
+        left = self._left.get(held[0]) if held else None
+        if left is not None and self._are_left_by(left.sequences, held):
+            return left.sequences
+        if not any(bool(tensor.ne(0).any()) for tensor in held):
+            return None
+        raise CollectError(
+            "the network received a cache that does not hold what the latest pass of its samples "
+            "left there: it was filled outside of the block, or copied, reordered or cut since, so "
+            "it is not known which samples go on; begin the block before the prompt runs and pass "
+            f"on the cache itself, or {_WATCH}"
+        )
+
+    def _are_left_by(self, sequences: Sequences, held: list[Tensor]) -> bool:
+        """Whether tensors are all as the latest pass of these samples left them."""
+        return all(
+            self._left.get(tensor) == (sequences, sequences.step, _contents(tensor))
+            for tensor in held
+        )
+
+
+def _pass_rows(
+    kind: Rows, source: Source, earlier: Sequences | None, *, has_cache: bool
+) -> BatchRows:
+    """Return the rows of a pass; refuse those that can't be the next ones of earlier samples."""
+    name = getattr(kind, "mask", "")
+    name = "attention_mask" if name is None else name
+    mask = source.arguments.get(name) if isinstance(name, str) else None
+    is_of_pairs = isinstance(mask, Mapping) or getattr(mask, "ndim", 2) > 2
+    if not is_of_pairs:
+        rows = kind.of(replace(source, is_part=has_cache))
+        before = 0 if earlier is None else earlier.num_positions
+        is_longer = isinstance(mask, Tensor) and mask.shape[-1] > before + rows.shape[-1]
+    if is_of_pairs or (has_cache and is_longer):
+        raise CollectError(
+            f"{name} says who attends to whom, or is longer than the cache, as for a cache of "
+            "fixed length, and not which positions are real: give Tokens(mask=lambda batch: ...) "
+            f"with a bool tensor [batch, positions], or {_WATCH}"
+        )
+    known = rows.shape[0] if earlier is None else len(earlier.lengths)
+    if earlier is not None and not (len(rows.dims) == 2 and rows.num_samples == known):
+        raise CollectError(
+            f"the network received a cache of {known} samples for {rows.num_samples}: rows of "
+            f"passes that don't continue where others ended can't be told apart; {_WATCH}"
+        )
+    return rows
+
+
+def _caches_in(holder: Any) -> list[Any]:
+    """Return the caches among arguments, or in an output; what has no names may be one."""
+    if isinstance(holder, tuple | list):
+        return list(holder)
+    # Not by getattr: an old name of a field may be a property that warns when it is read.
+    named = holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {})
+    return [named[name] for name in _CACHES if named.get(name) is not None]
+
+
+def _samples_in(caches: list[Any]) -> list[Tensor]:
+    """Return the tensors in caches that can hold samples: a number, such as a length, can't."""
+    return [tensor for tensor in tensors(caches) if tensor.ndim]
+
+
+def _contents(tensor: Tensor) -> int | str:
+    """Return what tells whether somebody has written to a tensor."""
+    return digest_of(tensor) if tensor.is_inference() else version_of(tensor)
+
+
+def _refuse_several() -> None:
+    """Refuse a ``generate`` of transformers that runs several continuations of one prompt."""
+    library: Any = sys.modules.get("transformers.generation.utils")
+    generation = library and private.generation_in(library.GenerationMixin.generate)
+    if not generation:
+        return
+    mode, number = generation
+    if mode not in ("greedy_search", "sample") or number > 1:
+        raise CollectError(
+            f"generate runs {mode} for {number} sequence(s) of each prompt, whose rows can't be "
+            "told apart: generate one sequence for each prompt, greedily or by sampling, or "
+            f"{_WATCH}"
+        )

@@ -228,16 +228,16 @@ class BatchRows:
         """
         values = given.tolist() if hasattr(given, "tolist") else list(given)
         lengths = {len(value) for value in values if isinstance(value, list | tuple)}
-        found = (len(values), *lengths)
-        if found == self.shape and lengths:
+        shape = (len(values), *lengths)
+        if shape == self.shape and lengths:
             of_lines = list(chain.from_iterable(values))
-        elif found == self.shape[:1]:
+        elif shape == self.shape[:1]:
             of_lines = [value for value in values for _ in range(math.prod(self.shape[1:]))]
-        elif found == (self.num_samples,):
+        elif shape == (self.num_samples,):
             return [values[sample] for sample in self.columns["sample"].tolist()]
         else:
             raise CollectError(
-                f"by= returned labels of shape {found} for a batch of {self.num_samples} samples: "
+                f"by= returned labels of shape {shape} for a batch of {self.num_samples} samples: "
                 f"return one label for each of the {self.shape[0]} entries of dimension 0, or "
                 f"labels of shape {self.shape}"
             )
@@ -336,18 +336,19 @@ class Source:
         number : int
             The number of dimensions.
         """
-        given, shape = self.tensors.get(name), self.labelled_shape(name)
-        if shape is None or given is None or len(shape) != given.ndim:
+        argument, shape = self.tensors.get(name), self.labelled_shape(name)
+        if shape is None or argument is None or len(shape) != argument.ndim:
             return None
-        return shape[:number] if shape[number:] == tuple(given.shape[number:]) else None
+        return shape[:number] if shape[number:] == tuple(argument.shape[number:]) else None
 
     def find(self, name: str) -> Any:
         """Return an entry or attribute of the batch, or an argument of forward; None if missing."""
-        found, given = self.entry(name), self.arguments.get(name)
-        if isinstance(found, Tensor) and isinstance(given, Tensor):
+        entry, argument = self.entry(name), self.arguments.get(name)
+        if isinstance(entry, Tensor) and isinstance(argument, Tensor):
             # The batch may be cut on its way to the net, as texts that are too long are.
-            return given if found.ndim == given.ndim and found.shape != given.shape else found
-        return given if found is None else found
+            is_cut = entry.ndim == argument.ndim and entry.shape != argument.shape
+            return argument if is_cut else entry
+        return argument if entry is None else entry
 
     def entry(self, name: str) -> Any:
         """Return an entry or attribute of the batch alone; None if missing."""
@@ -370,24 +371,24 @@ class Source:
             )
         return value
 
-    def read(self, what: str, given: Name) -> Tensor:
+    def read(self, what: str, name: Name) -> Tensor:
         """Return the value of a name or a function of the batch, on the host.
 
         Parameters
         ----------
         what : str
             Its purpose, for messages.
-        given : str or callable
+        name : str or callable
             The name or function.
         """
-        if not isinstance(given, str):
+        if not isinstance(name, str):
             try:
-                value = given(self.batch)
+                value = name(self.batch)
             except Exception as error:
                 raise raised_by(f"batch {self.number}: {what} of rows=", error) from error
-        elif (value := self.find(given)) is None:
+        elif (value := self.find(name)) is None:
             raise CollectError(
-                f"rows= has {what}={given!r}, but batch {self.number} has no such key or "
+                f"rows= has {what}={name!r}, but batch {self.number} has no such key or "
                 "attribute, and forward gets no such argument: give a name that each batch has, "
                 "or a function of the batch"
             )
@@ -396,43 +397,43 @@ class Source:
     def tensor(self, what: str, value: Any) -> Tensor:
         """Return a value as a tensor on the host."""
         try:
-            found = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
+            tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
         except (TypeError, ValueError, RuntimeError):
-            found = None
-        if found is None or not is_dense(found):
+            tensor = None
+        if tensor is None or not is_dense(tensor):
             # Lists of several lengths can't be made a mask, and the net would refuse the others.
             raise CollectError(
                 advice_on_lists(self.arguments)
                 or f"{what} of rows= is a {type(value).__name__} in batch {self.number}: give a "
                 "dense tensor, or a function that returns one"
             )
-        return found.detach().cpu()
+        return tensor.detach().cpu()
 
-    def check_shape(self, what: str, given: Tensor, dims: Dims, shape: tuple[int, ...]) -> Tensor:
+    def check_shape(self, what: str, value: Tensor, dims: Dims, shape: tuple[int, ...]) -> Tensor:
         """Return a value that has one entry for each line of the batch; refuse another one."""
-        if tuple(given.shape) != shape:
+        if tuple(value.shape) != shape:
             raise CollectError(
-                f"{what} of rows= has shape {tuple(given.shape)} in batch {self.number}, whose "
+                f"{what} of rows= has shape {tuple(value.shape)} in batch {self.number}, whose "
                 f"[{', '.join(dims)}] is {shape}: give a tensor of that shape"
             )
-        return given
+        return value
 
     def numbers(self, what: str, given: Name) -> Tensor:
         """Return integers, such as the graph of each node; refuse others."""
-        found = self.read(what, given)
-        if found.is_floating_point() or found.is_complex():
+        numbers = self.read(what, given)
+        if numbers.is_floating_point() or numbers.is_complex():
             raise CollectError(
-                f"{what} of rows= is {found.dtype} in batch {self.number}: give integers"
+                f"{what} of rows= is {numbers.dtype} in batch {self.number}: give integers"
             )
-        return found.long()
+        return numbers.long()
 
-    def truth(self, what: str, given: Tensor, dims: Dims, shape: tuple[int, ...]) -> Tensor:
+    def truth(self, what: str, mask: Tensor, dims: Dims, shape: tuple[int, ...]) -> Tensor:
         """Return a mask as bool, and refuse one of another shape or meaning."""
-        self.check_shape(what, given, dims, shape)
-        if given.dtype == torch.bool:
-            return given
+        self.check_shape(what, mask, dims, shape)
+        if mask.dtype == torch.bool:
+            return mask
         # Not all dtypes can be compared.
-        numbers = given if given.is_complex() else given.double()
+        numbers = mask if mask.is_complex() else mask.double()
         if numbers.is_complex() or not bool((numbers >= 0).all()):
             raise CollectError(
                 f"{what} of rows= has negative values or NaN in batch {self.number}, like a mask "
@@ -468,10 +469,10 @@ class Rows(abc.ABC):
             The batch lacks a needed entry, or has something else under its name.
         """
 
-    def all_real(self, source: Source, found: BatchRows) -> BatchRows:
+    def all_real(self, source: Source, rows: BatchRows) -> BatchRows:
         """Return all real lines of a batch, whatever ``where`` says, given its rows."""
         if self.where is None:
-            return found
+            return rows
         others = copy.copy(self)
         others.where = None
         return others.of(source)
@@ -480,12 +481,12 @@ class Rows(abc.ABC):
     def settings(self) -> dict[str, Any]:
         """Return the arguments as JSON, in which all functions look alike."""
         fields = None if self.fields is None else [list(map(_text, p)) for p in self._pairs()]
-        own = {name: _text(value) for name, value in vars(self).items() if name != "fields"}
-        return {"kind": type(self).__name__, **own, "fields": fields}
+        arguments = {name: _text(value) for name, value in vars(self).items() if name != "fields"}
+        return {"kind": type(self).__name__, **arguments, "fields": fields}
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if v is not None)
-        return f"{type(self).__name__}({given})"
+        arguments = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if v is not None)
+        return f"{type(self).__name__}({arguments})"
 
     def __post_init__(self) -> None:
         """Refuse arguments that are neither names nor functions."""
@@ -494,10 +495,10 @@ class Rows(abc.ABC):
                 f'fields={self.fields!r}: give a sequence of names such as ("input_ids",), or a '
                 "mapping from names to names or functions of the batch"
             )
-        given = {name: value for name, value in vars(self).items() if name != "fields"}
+        arguments = {name: value for name, value in vars(self).items() if name != "fields"}
         fields = {f"fields: {name!r}": value for name, value in self._pairs()}
-        for what, value in {**given, **fields}.items():
-            is_missing = value is None and what in given
+        for what, value in {**arguments, **fields}.items():
+            is_missing = value is None and what in arguments
             if not (is_missing or isinstance(value, str) or callable(value)):
                 raise CollectError(f"{what}={value!r}: give a name, or a function of the batch")
         for name, _ in self._pairs():
@@ -540,9 +541,9 @@ class Rows(abc.ABC):
             is_kept = kept.flatten()[index]
             index, sample, position = index[is_kept], sample[is_kept], position[is_kept]
         columns = {"sample": sample, "position": position}
-        for name, given in fields:
+        for name, source_name in fields:
             what = f"the field {name!r}"
-            value = source.check_shape(what, source.read(what, given), dims, shape)
+            value = source.check_shape(what, source.read(what, source_name), dims, shape)
             columns[name] = value.flatten()[index]
         is_all = len(index) == owners.numel() and bool((index.diff() == 1).all())
         return BatchRows(dims, shape, num_samples, None if is_all else index, columns, lengths)
@@ -592,19 +593,19 @@ def advice_on_lists(named: Mapping[str, Any]) -> str:
     >>> advice_on_lists({"input_ids": [[1, 2]]}).partition(":")[0]
     'input_ids is a list, not a tensor'
     """
-    for name, given in named.items():
-        if isinstance(given, list) and _is_of_numbers(given):
+    for name, value in named.items():
+        if isinstance(value, list) and _is_of_numbers(value):
             return (
                 f'{name} is a list, not a tensor: tokenize with return_tensors="pt" (and '
                 "padding=True), or make it a tensor with torch.tensor; of Hugging Face datasets, "
                 f"{_OF_DATASETS}"
             )
-        if isinstance(given, list) and given and isinstance(given[0], Tensor):
+        if isinstance(value, list) and value and isinstance(value[0], Tensor):
             return (
-                f"{name} is a list of {len(given)} tensors, as a DataLoader makes of lists of "
+                f"{name} is a list of {len(value)} tensors, as a DataLoader makes of lists of "
                 f"numbers: of Hugging Face datasets, {_OF_DATASETS}"
             )
-        if isinstance(given, np.ndarray):
+        if isinstance(value, np.ndarray):
             return (
                 f"{name} is a NumPy array, not a tensor: write to_inputs=lambda batch: {{**batch, "
                 f'"{name}": torch.from_numpy(batch["{name}"])}}'

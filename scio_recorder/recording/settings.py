@@ -55,24 +55,24 @@ def made_with(net: nn.Module) -> dict[str, Any]:
         package: _version(package),
     }
     parameters = list(net.parameters())
-    found = {
+    facts = {
         **versions,
         "net": f"{kind.__module__}.{kind.__qualname__}",
-        "dtypes": sorted(map(dtype_name, {one.dtype for one in parameters})),
-        "devices": sorted({str(one.device) for one in parameters}),
+        "dtypes": sorted(map(dtype_name, {parameter.dtype for parameter in parameters})),
+        "devices": sorted({str(parameter.device) for parameter in parameters}),
         "attention": private.attention_of(net),
         "training": net.training,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 @cache
 def _version(package: str) -> str | None:
     """Return the version of an imported package; None for code that has none."""
-    found = getattr(sys.modules.get(package), "__version__", None)
-    if isinstance(found, str):
-        return str(found)
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if isinstance(version, str):
+        return str(version)
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -103,21 +103,25 @@ def in_words(made: Mapping[str, Any], other: Mapping[str, Any] | None = None) ->
     return ", ".join(f"{name} {text}" for name, text in texts.items() if text)
 
 
-def fresh(given: Any) -> Reductions:
+def fresh(pattern: Any) -> Reductions:
     """Return new reductions like those that ``reduce=`` gives for a layer; refuse other values."""
-    if isinstance(given, Reduction):
-        return given.fresh()
-    if isinstance(given, list | tuple) and given and all(isinstance(r, Reduction) for r in given):
-        return [reduction.fresh() for reduction in given]
-    shown = given.__name__ if isinstance(given, type) else repr(given)
-    hint = f": write {shown}()" if isinstance(given, type) else ""
+    if isinstance(pattern, Reduction):
+        return pattern.fresh()
+    if (
+        isinstance(pattern, list | tuple)
+        and pattern
+        and all(isinstance(r, Reduction) for r in pattern)
+    ):
+        return [reduction.fresh() for reduction in pattern]
+    shown = pattern.__name__ if isinstance(pattern, type) else repr(pattern)
+    hint = f": write {shown}()" if isinstance(pattern, type) else ""
     raise CollectError(
         f"reduce has {shown} where a reduction is expected{hint}; give objects such as "
         "scio_recorder.reductions.Mean(), a list of them, or a mapping by selector"
     )
 
 
-def recipes_of(given: Reductions) -> Any:
+def recipes_of(layer_reductions: Reductions) -> Any:
     """Return the recipes of a layer's reductions: a dict, or a list of dicts.
 
     Examples
@@ -125,24 +129,24 @@ def recipes_of(given: Reductions) -> Any:
     >>> recipes_of([reductions.Quantiles([0.5])])
     [{'kind': 'Quantiles', 'by_class': False, 'q': [0.5]}]
     """
-    return of_each(_recipe, given)
+    return of_each(_recipe, layer_reductions)
 
 
 def states_of(reductions: Mapping[RowIdx, Reductions]) -> dict[str, Any]:
     """Return the states of the reductions of each layer, by its label as text."""
     items = reductions.items()
-    return {text_of(label): of_each(lambda one: one.state_dict(), given) for label, given in items}
+    return {text_of(label): of_each(lambda one: one.state_dict(), each) for label, each in items}
 
 
 def restore(reductions: Mapping[RowIdx, Reductions], states: Mapping[str, Any]) -> None:
     """Load the states that `states_of` returned into reductions."""
-    for label, given in reductions.items():
-        for reduction, state in zip(several(given), several(states[text_of(label)]), strict=True):
+    for label, each in reductions.items():
+        for reduction, state in zip(several(each), several(states[text_of(label)]), strict=True):
             reduction.load_state_dict(state)
 
 
 def from_recipes(
-    recipes: Any, states: Sequence[Any], where: str, given: Reductions | None = None
+    recipes: Any, states: Sequence[Any], where: str, known: Reductions | None = None
 ) -> Reductions:
     """Return the reductions of recipes, in their saved states.
 
@@ -152,9 +156,9 @@ def from_recipes(
     """
     try:
         patterns = [_pattern(recipe, where) for recipe in several(recipes)]
-        patterns = patterns if given is None else several(given)
+        patterns = patterns if known is None else several(known)
         each = zip(patterns, *map(several, states), strict=True)
-        merged = [_merged(pattern, own, where) for pattern, *own in each]
+        merged = [_merged(pattern, states_of_layer, where) for pattern, *states_of_layer in each]
     except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
         raise RecordingError(f"{where}: its reduction can't be restored: {error}") from error
     return merged if isinstance(recipes, list) else merged[0]

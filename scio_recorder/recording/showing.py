@@ -196,7 +196,7 @@ class Showing(Outlined, Listed, Readable):
         list of dict
             One for each layer.
         """
-        return [_row(self, one) for one in summarise(self, list(self), None)]
+        return [_row(self, summary) for summary in summarise(self, list(self), None)]
 
     def _page(self, title: str | None, bins: int) -> Iterator[str]:
         rows = list(self._architecture.values())

@@ -129,26 +129,26 @@ class RunningStatistics:
     @property
     def values(self) -> figure.ValueStatistics:
         """Statistics of all values but NaNs."""
-        infinities, found = self._below + self._above, self.finite
+        infinities, finite = self._below + self._above, self.finite
         if infinities:
-            found = figure.ValueStatistics(
+            finite = figure.ValueStatistics(
                 mean=(math.inf if self._above else 0.0) - (math.inf if self._below else 0.0),
                 std=math.nan,
-                low=-math.inf if self._below else math.inf if found.low is None else found.low,
-                high=math.inf if self._above else -math.inf if found.high is None else found.high,
+                low=-math.inf if self._below else math.inf if finite.low is None else finite.low,
+                high=math.inf if self._above else -math.inf if finite.high is None else finite.high,
             )
         size = self.num_finite + infinities + self.nans
         zeros = self._zeros / size if size > self.nans else None
-        return replace(found, zeros=zeros, nans=self.nans, infinities=infinities)
+        return replace(finite, zeros=zeros, nans=self.nans, infinities=infinities)
 
     @property
     def span(self) -> tuple[float, float] | None:
         """The range of a histogram: all finite values, but not far from the mean."""
-        one = self.finite
-        if one.mean is None or one.std is None or one.low is None or one.high is None:
+        finite = self.finite
+        if finite.mean is None or finite.std is None or finite.low is None or finite.high is None:
             return None
-        reach = _REACH * one.std if math.isfinite(one.std) else math.inf
-        return widened(max(one.low, one.mean - reach), min(one.high, one.mean + reach))
+        reach = _REACH * finite.std if math.isfinite(finite.std) else math.inf
+        return widened(max(finite.low, finite.mean - reach), min(finite.high, finite.mean + reach))
 
     @property
     def units(self) -> AliveResult | None:
@@ -163,34 +163,36 @@ class RunningStatistics:
         is the largest absolute value of all units; ``dead``, ``saturated`` and ``exploding`` are
         shares of units.
         """
-        found: dict[str, float] = {}
+        scalars: dict[str, float] = {}
         count, nonfinite = self.num_finite, self.nans + self._below + self._above
         if count:
             _, mean, variance = map(float, self._moments.compute())
             squares = variance * (count - 1) if count > 1 else 0.0
-            found = {"mean": mean, "norm": math.sqrt(squares + count * mean * mean)}
+            scalars = {"mean": mean, "norm": math.sqrt(squares + count * mean * mean)}
         if count > 1:
-            found["std"] = math.sqrt(variance)
+            scalars["std"] = math.sqrt(variance)
         if count + nonfinite:
-            found |= {"zeros": self._zeros / (count + nonfinite), "nonfinite": nonfinite}
+            scalars |= {"zeros": self._zeros / (count + nonfinite), "nonfinite": nonfinite}
         if (units := self.units) is not None:
-            found["max_abs"] = float(units.max_abs.max())
-            found["dead"] = float(units.dead.double().mean())
-            found["exploding"] = len(_exploding(units.dead, units.max_abs)[0]) / units.dead.numel()
+            scalars["max_abs"] = float(units.max_abs.max())
+            scalars["dead"] = float(units.dead.double().mean())
+            scalars["exploding"] = (
+                len(_exploding(units.dead, units.max_abs)[0]) / units.dead.numel()
+            )
             if units.saturated is not None:
-                found["saturated"] = float(units.saturated.double().mean())
-        return found
+                scalars["saturated"] = float(units.saturated.double().mean())
+        return scalars
 
 
 def check_names(names: Collection[str], known: Collection[str] = STATISTICS) -> tuple[str, ...]:
     """Return names of scalars; raise if there are none, or one is unknown."""
     is_one = isinstance(names, str) or not isinstance(names, Collection)
-    given: tuple[Any, ...] = (names,) if is_one else tuple(names)
-    unknown = [name for name in given if name not in known]
-    if unknown or not given:
-        wrong = unknown[0] if unknown else given
+    wanted: tuple[Any, ...] = (names,) if is_one else tuple(names)
+    unknown = [name for name in wanted if name not in known]
+    if unknown or not wanted:
+        wrong = unknown[0] if unknown else wanted
         raise ArgumentError(f"statistics={wrong!r}: choose among {', '.join(map(repr, known))}")
-    return given
+    return wanted
 
 
 def real_tensors(value: Any) -> Iterator[Tensor]:
@@ -229,22 +231,22 @@ def _of_samples(
     recording: Readable, label: RowIdx, bins: int | None, advance: Advance
 ) -> figure.LayerSummary:
     samples, layer = recording[label], recording.architecture[label]
-    found, histogram = RunningStatistics(figure.kind_of(layer)), None
+    statistics, histogram = RunningStatistics(figure.kind_of(layer)), None
     for part in _parts(recording, label, advance):
         for piece in torch.split(part, max(1, _PIECE // max(1, part[0].numel()))):
-            found.update(piece)
-    values, units = found.values, found.units
-    if bins is not None and found.span is not None:
-        histogram = Histogram(bins, range=found.span)
+            statistics.update(piece)
+    values, units = statistics.values, statistics.units
+    if bins is not None and statistics.span is not None:
+        histogram = Histogram(bins, range=statistics.span)
         for part in _parts(recording, label, advance):
             for numbers in real_tensors(part):
-                histogram.update(numbers[~numbers.isnan()] if found.nans else numbers)
+                histogram.update(numbers[~numbers.isnan()] if statistics.nans else numbers)
     advance(0, 0)
     lost = recording.relative_errors.get(label)
     notes = (
         ("complex: numbers are those of magnitudes", samples.dtype.is_complex),
         ("no values", not samples.numel()),
-        ("no finite value", samples.numel() and not found.num_finite),
+        ("no finite value", samples.numel() and not statistics.num_finite),
         (f"rounded, relative error {lost or 0.0:.1e}", lost),
     )
     return figure.LayerSummary(
@@ -254,7 +256,7 @@ def _of_samples(
         dtype=dtype_name(samples.dtype),
         num_bytes=samples.nbytes,
         values=values,
-        finite=found.finite if values.infinities else None,
+        finite=statistics.finite if values.infinities else None,
         # A single sample does not show whether a unit is dead.
         units=units and _units(units) if len(samples) > 1 else None,
         bars=None if histogram is None else _bars(histogram.compute()),
@@ -294,17 +296,17 @@ def _exploding(dead: Tensor, max_abs: Tensor) -> tuple[tuple[int, ...], float]:
     median = float(usual.median())
     least = max(EXPLOSION_FACTOR * median, EXPLOSION_LEAST)
     is_beyond = (size > least) & size.isfinite()
-    found = is_beyond.nonzero().flatten()
-    if len(found) > max(1, EXPLOSION_SHARE * len(usual)):
+    places = is_beyond.nonzero().flatten()
+    if len(places) > max(1, EXPLOSION_SHARE * len(usual)):
         # So many are no exceptions: the others are small, as behind a GELU of large inputs.
         return (), 0.0
-    found = found[size[found].argsort(descending=True, stable=True)]
-    return tuple(found.tolist()), float(size[found[0]]) / median if len(found) else 0.0
+    places = places[size[places].argsort(descending=True, stable=True)]
+    return tuple(places.tolist()), float(size[places[0]]) / median if len(places) else 0.0
 
 
 def _of_reductions(recording: Readable, label: RowIdx) -> figure.LayerSummary:
     reductions = several(recording.reductions[label])
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     notes: list[str] = []
     warnings: list[str] = []
     for reduction in reductions:
@@ -318,15 +320,15 @@ def _of_reductions(recording: Readable, label: RowIdx) -> figure.LayerSummary:
         shown = _shown(reduction, result)
         if not shown:
             notes.append(f"{kind} is not drawn")
-        found = {**shown, **found}
-    values = {name: found.pop(name) for name in _OVERALL if name in found}
+        fields = {**shown, **fields}
+    values = {name: fields.pop(name) for name in _OVERALL if name in fields}
     return figure.LayerSummary(
         layer=recording.architecture[label],
         kept=", ".join(type(reduction).__name__ for reduction in reductions),
         values=figure.ValueStatistics(**values),
         notes=notes,
         warnings=warnings,
-        **found,
+        **fields,
     )
 
 
@@ -345,9 +347,11 @@ def _troubles(kind: str, result: Any) -> list[str]:
     """Return sentences on the numbers of a result that are not finite."""
     # The variance of one sample is rightly nan.
     looked_at = result.mean if isinstance(result, MomentsResult | CovarianceResult) else result
-    numbers = [one for one in tensors(looked_at) if one.is_floating_point() or one.is_complex()]
-    nans = sum(int(one.isnan().sum()) for one in numbers)
-    infinities = sum(int(one.isinf().sum()) for one in numbers)
-    total = sum(one.numel() for one in numbers)
+    numbers = [
+        values for values in tensors(looked_at) if values.is_floating_point() or values.is_complex()
+    ]
+    nans = sum(int(values.isnan().sum()) for values in numbers)
+    infinities = sum(int(values.isinf().sum()) for values in numbers)
+    total = sum(values.numel() for values in numbers)
     kinds = ((nans, "NaN"), (infinities, "infinite"))
     return [f"{kind}: {count:,} of {total:,} numbers {word}" for count, word in kinds if count]

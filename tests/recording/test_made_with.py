@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder, compare, open_recording
 from scio_recorder.errors import CollectWarning, RecordingError
-from scio_recorder.recording import collection, made_with
+from scio_recorder.recording import collection, settings
 from scio_recorder.reductions import Digest, Mean
 
 BATCHES = [torch.ones(2, 3), torch.zeros(2, 3)]
@@ -54,7 +54,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     made = ModuleType("madenets")
     monkeypatch.setitem(vars(made), "__version__", "4.5.6")
     monkeypatch.setitem(sys.modules, "madenets", made)
-    made_with._version.cache_clear()
+    settings._version.cache_clear()
     return made
 
 
@@ -110,7 +110,7 @@ def test_a_net_of_no_package_without_attention() -> None:
     recording = rnet.collect(BATCHES)
     assert recording.made_with["net"] == "torch.nn.modules.activation.ReLU"
     assert pickle.loads(pickle.dumps(recording)).made_with == recording.made_with
-    found = made_with.made_with(Own())
+    found = settings.made_with(Own())
     assert found["net"].startswith("__main__.")
     assert found["training"] is True
     assert {"dtypes", "devices"} <= found.keys()
@@ -135,11 +135,11 @@ def begin(rnet: Recorder, path: Path) -> None:
 def test_resuming_with_another_version_warns_and_names_both(
     name: str, package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rnet, version = recorder(), made_with._version
-    monkeypatch.setattr(made_with, "_version", lambda one: "9.8" if one == name else version(one))
+    rnet, version = recorder(), settings._version
+    monkeypatch.setattr(settings, "_version", lambda one: "9.8" if one == name else version(one))
     begin(rnet, tmp_path)
     begun = open_recording(tmp_path).made_with
-    monkeypatch.setattr(made_with, "_version", version)
+    monkeypatch.setattr(settings, "_version", version)
     now = {"torch": torch.__version__, "madenets": "4.5.6"}[name]
     with pytest.warns(CollectWarning) as caught:
         whole = rnet.collect(BATCHES, store=f"disk:{tmp_path}", resume=True, progress=False)
@@ -161,10 +161,10 @@ def test_resuming_with_the_same_versions_is_quiet(package: ModuleType, tmp_path:
 
 def without(monkeypatch: pytest.MonkeyPatch, value: Any = None) -> None:
     """Let recordings be described as those of earlier versions are, or with another value."""
-    settings = collection.Collection.settings
+    described_now = collection.Collection.settings
 
     def described(self: Any, **options: Any) -> Any:
-        others = {k: v for k, v in settings(self, **options).items() if k != "made_with"}
+        others = {k: v for k, v in described_now(self, **options).items() if k != "made_with"}
         return others if value is None else {**others, "made_with": value}
 
     monkeypatch.setattr(collection.Collection, "settings", described)
@@ -213,13 +213,11 @@ def test_it_is_shown(package: ModuleType, tmp_path: Path) -> None:
 def test_comparisons_name_what_differs(
     package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rnet, version = recorder(), made_with._version
+    rnet, version = recorder(), settings._version
     same = rnet.collect(BATCHES, reduce=Digest(), store=None)
-    monkeypatch.setattr(
-        made_with, "_version", lambda one: "1.0" if one == "torch" else version(one)
-    )
+    monkeypatch.setattr(settings, "_version", lambda one: "1.0" if one == "torch" else version(one))
     other = rnet.collect(BATCHES)
-    monkeypatch.setattr(made_with, "_version", version)
+    monkeypatch.setattr(settings, "_version", version)
     assert "Made with" not in str(compare(same, rnet, BATCHES))
     difference = compare(other, same)
     assert difference.first is None
