@@ -10,7 +10,8 @@ rows fit at once, the permutation is one of all rows. Batches are copies of rows
 A *place* is the number of a row in the sequence of permuted runs. Every share is a range of places:
 a rank's, a worker's within that, a filling of the buffer, a batch. Each follows from the arguments,
 the epoch and its own number. So ranks and workers need not communicate, no row is given twice, and
-resuming needs only the number of batches that were given: earlier rows are not read again.
+resuming needs only the number of batches that were given: earlier rows are not read again. Which
+of the batches of workers were given is known to nobody, so inside an epoch they don't resume.
 
 Rows in memory are not buffered: only their numbers are, and they are gathered directly.
 """
