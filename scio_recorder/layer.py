@@ -16,6 +16,19 @@ from torch import Tensor, nn
 
 from scio_recorder.tensors.structures import fold
 
+__all__ = [
+    "DepthIdx",
+    "Label",
+    "Layer",
+    "Operation",
+    "OperationIdx",
+    "RowIdx",
+    "Shard",
+    "TensorSpec",
+    "label_of",
+    "text_of",
+]
+
 DepthIdx: TypeAlias = tuple[int, int]
 _T = TypeVar("_T")
 

@@ -1,4 +1,7 @@
-"""The command ``scio-recorder``."""
+"""The command ``scio-recorder``, which does nothing that the library can't.
+
+Who writes Python would not miss this room.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A log of the outputs of modules and of their gradients, in time order."""
+"""A log of the outputs of modules and of their gradients, in time order.
+
+It needs no labels. Who selects layers of a recorder would not miss this room.
+"""
 
 from scio_recorder.events.event import Event, Stash
 from scio_recorder.events.log import Tracker, track

@@ -25,12 +25,16 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from scio_recorder.capture.gradients import LEFT_OUT, CallStart
-from scio_recorder.errors import warn
-from scio_recorder.layer import few
-from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import version_counter, version_of
-from scio_recorder.tensors.structures import tensors
+from scio_recorder.lowlevel import (
+    LEFT_OUT,
+    CallStart,
+    few,
+    private,
+    tensors,
+    version_counter,
+    version_of,
+    warn,
+)
 
 CHANGED = (
     "it returns a view that is changed in place later, which removes the original view from "

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.checkpoint_regions import is_rerun, regions
-from scio_recorder.capture.gradients import CallStarts
-from scio_recorder.capture.hooks import CallHook, CallHooks
-from scio_recorder.errors import (
-    ArgumentError,
-    LayerNotFoundError,
-    UnsupportedNetError,
+from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError
+from scio_recorder.events.event import REENTRANT, Event, EventLog, Stash, TrackedCall
+from scio_recorder.lowlevel import (
+    CallHook,
+    CallHooks,
+    CallStarts,
+    check_supported,
+    counted,
+    is_rerun,
+    map_tensors,
+    nearest,
     needing,
+    private,
+    regions,
+    takes_hooks,
     warn,
 )
-from scio_recorder.events.event import REENTRANT, Event, EventLog, Stash, TrackedCall
-from scio_recorder.layer import counted
-from scio_recorder.nets.hookable import takes_hooks
-from scio_recorder.nets.offers import nearest
-from scio_recorder.nets.refusals import check_supported
-from scio_recorder.tensors import private
-from scio_recorder.tensors.structures import map_tensors
 
 if TYPE_CHECKING:
     import pandas

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import ArgumentError, RecomputeError
-from scio_recorder.nets.state.moment import preserved_rng, random_state, restore_random
-from scio_recorder.tensors.arguments import whole
-from scio_recorder.tensors.structures import flatten, tensors
+from scio_recorder.lowlevel import (
+    flatten,
+    preserved_rng,
+    random_state,
+    restore_random,
+    tensors,
+    whole,
+)
 
 ForwardFunction: TypeAlias = Callable[[Any, int], Any]
 

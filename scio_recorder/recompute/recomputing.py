@@ -21,27 +21,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.engine import Capture
-from scio_recorder.capture.hooks import CallHook, CallHooks
+from scio_recorder import Architecture, Layer
 from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeError
-from scio_recorder.layer import Layer, RowIdx, text_of
-from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.records import Inputs, LayerMapping
-from scio_recorder.nets.selection import select_layers
-from scio_recorder.nets.sharded import needs_fsdp
-from scio_recorder.nets.state.untouched import untouched
-from scio_recorder.postprocessors.assigning import (
+from scio_recorder.layer import RowIdx, text_of
+from scio_recorder.lowlevel import (
     Assigned,
+    CallHook,
+    CallHooks,
+    Capture,
+    Inputs,
+    LayerMapping,
     Postprocessor,
     Postprocessors,
+    Readable,
+    StridedCopy,
+    WeightDigests,
     assign,
+    digest_of,
+    flatten,
+    is_plain,
+    map_tensors,
+    needs_fsdp,
+    private,
+    select_layers,
+    tensors,
+    untouched,
 )
-from scio_recorder.recording.readable import Readable
-from scio_recorder.stores.kept_inputs import KeptCall
-from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import StridedCopy, is_plain
-from scio_recorder.tensors.digests import WeightDigests, digest_of
-from scio_recorder.tensors.structures import flatten, map_tensors, tensors
+from scio_recorder.stores import KeptCall
 
 _NOT_KEPT = (
     "attributes of modules that change from pass to pass, buffers of more than 256 KiB that "

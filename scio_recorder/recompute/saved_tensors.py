@@ -25,14 +25,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from scio_recorder.capture.around import CallWrapper
+from scio_recorder import Architecture
 from scio_recorder.errors import MutationError, SelectorTypeError
 from scio_recorder.layer import RowIdx
-from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.selection import select_layers
-from scio_recorder.tensors import private
-from scio_recorder.tensors.arguments import floating_or_none, usable_device
-from scio_recorder.tensors.copies import StridedCopy, is_plain, version_counter, version_of
+from scio_recorder.lowlevel import (
+    CallWrapper,
+    StridedCopy,
+    floating_or_none,
+    is_plain,
+    private,
+    select_layers,
+    usable_device,
+    version_counter,
+    version_of,
+)
 
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace "

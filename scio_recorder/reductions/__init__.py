@@ -10,7 +10,7 @@ from __future__ import annotations
 from scio_recorder.reductions.alive import Alive, AliveResult
 from scio_recorder.reductions.base import Reduction
 from scio_recorder.reductions.covariance import Covariance, CovarianceResult, PrincipalSpace
-from scio_recorder.reductions.histogram import Histogram, HistogramResult
+from scio_recorder.reductions.distributions import Histogram, HistogramResult, Quantiles
 from scio_recorder.reductions.plain import (
     Digest,
     Fold,
@@ -21,7 +21,6 @@ from scio_recorder.reductions.plain import (
     Moments,
     MomentsResult,
 )
-from scio_recorder.reductions.quantiles import Quantiles
 
 __all__ = [
     "Alive",

@@ -6,25 +6,37 @@ import os
 
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.offers import nearest
-from scio_recorder.stores.buffers import Column
+from scio_recorder.stores.buffers import Column, DeviceBuffer, HostBuffer, wait_for
 from scio_recorder.stores.disk import Disk
 from scio_recorder.stores.disk_format.description import is_url
+from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
+from scio_recorder.stores.disk_tensor import DiskTensor
+from scio_recorder.stores.kept_inputs import Calls, KeptCall, KeptCalls
 from scio_recorder.stores.memory import Auto, Device, Host, Plan
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 
 __all__ = [
     "Auto",
+    "Calls",
     "Column",
     "Device",
+    "DeviceBuffer",
     "Disk",
+    "DiskTensor",
     "Held",
     "Host",
+    "HostBuffer",
     "Job",
+    "KeptCall",
+    "KeptCalls",
     "Plan",
+    "SampleIds",
     "State",
     "Store",
     "StoreWriter",
     "as_store",
+    "to_ids",
+    "wait_for",
 ]
 
 

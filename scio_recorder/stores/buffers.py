@@ -51,6 +51,11 @@ class DeviceBuffer:
         """Return at least this many bytes, beginning with the earlier ones.
 
         Tensors from earlier calls must not be used any more.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How many.
         """
         if num_bytes > self._raw.numel():
             try:
@@ -62,11 +67,23 @@ class DeviceBuffer:
         return self._raw
 
     def prepare(self, num_bytes: int) -> int:
-        """Have at least this many bytes ready to be written to; return how many are."""
+        """Have at least this many bytes ready to be written to; return how many are.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How many.
+        """
         return self._raw.numel()
 
     def first(self, num_bytes: int) -> Tensor:
-        """Return the first bytes, in a tensor of only these if that needs no copy."""
+        """Return the first bytes, in a tensor of only these if that needs no copy.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How many.
+        """
         return self._raw[:num_bytes]
 
 
@@ -85,7 +102,13 @@ class _Memory(mmap.mmap):
 
 
 class HostBuffer(DeviceBuffer):
-    """Host memory, see the NOTE; if ``pinned``, of exact size and known to the GPU's driver."""
+    """Host memory, see the NOTE; if ``pinned``, of exact size and known to the GPU's driver.
+
+    Parameters
+    ----------
+    pinned : bool, default False
+        Whether a GPU copies from and to it.
+    """
 
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned = pinned
@@ -110,7 +133,13 @@ class HostBuffer(DeviceBuffer):
         return False
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """Return at least this many bytes, beginning with the earlier ones."""
+        """Return at least this many bytes, beginning with the earlier ones.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How many.
+        """
         if num_bytes > self.num_bytes:
             self._grow(num_bytes)
         raw = self.first(self.num_bytes)
@@ -119,7 +148,13 @@ class HostBuffer(DeviceBuffer):
         return raw
 
     def prepare(self, num_bytes: int) -> int:
-        """Have the system provide the pages of at least this many bytes; return of how many."""
+        """Have the system provide the pages of at least this many bytes; return of how many.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How many.
+        """
         if self._memory is not None and num_bytes > self._prepared:
             first = self._prepared // mmap.PAGESIZE
             # Somewhat more, so that not every batch asks, but little beside what is used.
@@ -133,7 +168,13 @@ class HostBuffer(DeviceBuffer):
         return self._prepared
 
     def first(self, num_bytes: int) -> Tensor:
-        """Return the first bytes; saving a tensor in them saves only these."""
+        """Return the first bytes; saving a tensor in them saves only these.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How many.
+        """
         if self._memory is None or num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(memoryview(self._memory), dtype=torch.uint8, count=num_bytes)
@@ -174,7 +215,13 @@ def _map(num_bytes: int) -> _Memory:
 
 
 def wait_for(devices: set[torch.device]) -> None:
-    """Wait for every pending copy from these devices."""
+    """Wait for every pending copy from these devices.
+
+    Parameters
+    ----------
+    devices : set of torch.device
+        Those from which copies may be pending.
+    """
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -86,6 +86,13 @@ class KeptCalls:
     def keep(self, layer: Layer, call: KeptCall) -> dict[str, Any]:
         """Copy the tensors of a call, and return its value for `commit`.
 
+        Parameters
+        ----------
+        layer : Layer
+            The layer, for messages.
+        call : KeptCall
+            Its inputs and their moment.
+
         Raises
         ------
         CollectError
@@ -112,7 +119,15 @@ class KeptCalls:
         return {"leaves": kept, "call": node, "weights": call.weights, "output": call.output}
 
     def commit(self, rows: int, values: Mapping[str, Any]) -> None:
-        """Count a batch of this many samples, with the results of `keep` by layer."""
+        """Count a batch of this many samples, with the results of `keep` by layer.
+
+        Parameters
+        ----------
+        rows : int
+            The number of its samples.
+        values : mapping
+            What `keep` returned, by the name of the layer.
+        """
         self.rows.append(rows)
         self._values.append(values)
         self._count = len(self._tensors)
@@ -126,7 +141,13 @@ class KeptCalls:
         return taken
 
     def read(self, number: int) -> tuple[Any, Callable[[int], Tensor]]:
-        """Return the values of a batch, and a function that returns their tensors."""
+        """Return the values of a batch, and a function that returns their tensors.
+
+        Parameters
+        ----------
+        number : int
+            The batch.
+        """
         return self._values[number], self._tensors.__getitem__
 
     def _kept(self, tensor: Tensor) -> Any:
@@ -199,6 +220,13 @@ class Calls:
 
     def call(self, number: int, label: RowIdx) -> KeptCall:
         """Return the call of a layer in a batch, in new memory on the CPU.
+
+        Parameters
+        ----------
+        number : int
+            The batch.
+        label : (int, int)
+            The layer.
 
         Raises
         ------

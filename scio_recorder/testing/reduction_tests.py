@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from scio_recorder import Recorder
 from scio_recorder.errors import CollectError, RecorderError
-from scio_recorder.recorder.recorder import Recorder
+from scio_recorder.lowlevel import map_tensors, tensors
 from scio_recorder.reductions import Reduction
-from scio_recorder.tensors.structures import map_tensors, tensors
 from scio_recorder.testing.undisturbed import assert_same
 
 _COUNT = 24

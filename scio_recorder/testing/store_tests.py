@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scio_recorder import Recorder, Tokens, open_recording
 from scio_recorder.errors import CollectError
-from scio_recorder.recorder.recorder import Recorder
-from scio_recorder.recording import open_recording
-from scio_recorder.recording.row_kinds import Tokens
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Store, StoreWriter, as_store
 from scio_recorder.testing.undisturbed import assert_same

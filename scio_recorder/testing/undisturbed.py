@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from scio_recorder.tensors.copies import same_bits
-from scio_recorder.tensors.structures import flatten, map_tensors, tensors
+from scio_recorder.lowlevel import flatten, map_tensors, same_bits, tensors
 
 State: TypeAlias = dict[str, Any]
 

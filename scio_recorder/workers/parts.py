@@ -20,18 +20,26 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple
 
-from scio_recorder.capture.engine import Capture
-from scio_recorder.display.progress import Advance, progress_bar
-from scio_recorder.errors import CollectError, RecorderError, RecordingError, caught_as, raised_by
-from scio_recorder.layer import counted
-from scio_recorder.nets.sharded import InStep
-from scio_recorder.recording.collection import Collection
-from scio_recorder.recording.feed import Feed
-from scio_recorder.recording.options import CollectOptions, LayerOptions
-from scio_recorder.recording.recording import Recording, opened
-from scio_recorder.reductions.base import several
+from scio_recorder import Recording
+from scio_recorder.errors import CollectError, RecorderError, RecordingError
+from scio_recorder.lowlevel import (
+    Advance,
+    Capture,
+    Collection,
+    CollectOptions,
+    EmptyPartError,
+    Feed,
+    InStep,
+    LayerOptions,
+    caught_as,
+    counted,
+    opened,
+    progress_bar,
+    raised_by,
+    several,
+    whole,
+)
 from scio_recorder.stores import Disk, Store, as_store
-from scio_recorder.stores.disk import EmptyPartError
 from scio_recorder.stores.disk_format.description import (
     DESCRIPTION_NAME,
     MAX_RANKS,
@@ -45,7 +53,6 @@ from scio_recorder.stores.disk_format.medium import Medium, accessing
 from scio_recorder.stores.disk_format.reader import RunReader, refuse_repeated_ids
 from scio_recorder.stores.disk_format.tensor_file import as_read
 from scio_recorder.stores.disk_format.writer import WriteRight
-from scio_recorder.tensors.arguments import whole
 from scio_recorder.workers.leases import (
     PREFIX,
     Claims,

@@ -18,8 +18,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from scio_recorder.errors import CollectError
-from scio_recorder.recording.feed import ChosenSamples, Share
-from scio_recorder.tensors.processes import ProcessRank, this_process
+from scio_recorder.lowlevel import ChosenSamples, ProcessRank, Share, this_process
 
 # Attributes that, besides the dataset, decide the indices that a sampler gives.
 _SETTINGS = ("shuffle", "seed", "epoch", "drop_last")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +37,7 @@ UPPER_STOREY = (
     "analysis events recompute testing workers",
 )
 CORE = (
+    "lowlevel",
     "recorder",
     "recording",
     "stores",
@@ -52,23 +54,15 @@ HOUSE = UPPER_STOREY + CORE
 FRONT_DOORS = {"recorder.analysis_methods", "recording.further_methods"}
 ROWS = {room: row for row, rooms in enumerate(HOUSE) for room in rooms.split()}
 
-# What the upper storey may use of the core: what another package could use too. A file of the core
-# is private until it stands here. `.*` stands for all files of a room.
-SEAM = (
-    "capture.around capture.checkpoint_regions capture.engine capture.gradients capture.hooks",
-    "capture.own_code capture.program",
-    "display.* errors layer postprocessors.* recorder.recorder reductions.* tensors.*",
-    "nets.architecture nets.attention_calls nets.hookable nets.offers nets.operations",
-    "nets.records nets.refusals nets.selection nets.sharded nets.state.*",
-    "recording recording.advice recording.collection recording.feed recording.loader",
-    "recording.options recording.readable recording.recording",
-    "recording.row_kinds recording.rows recording.settings recording.statistics",
-    "stores stores.disk stores.disk_tensor stores.kept_inputs stores.store",
-    "stores.disk_format.description stores.disk_format.ids",
-    "stores.disk_format.medium stores.disk_format.reader",
-    "stores.disk_format.tensor_file stores.disk_format.writer",
-)
-PUBLIC_OF_CORE = {module for modules in SEAM for module in modules.split()}
+# Rooms that an upper room imports from beside `lowlevel` and public modules. It can't be left out
+# of a copy of the package that has these others.
+STANDS_ON = {
+    "__main__": {"command_line"},
+    "command_line": {"analysis", "workers"},
+    "integrations": {"analysis", "events", "workers"},
+}
+# Their imports of the core are not yet through `lowlevel`.
+NOT_YET = {"analysis", "command_line", "integrations", "workers"}
 
 # Installed by extras only, so imported inside the functions that use them.
 OPTIONAL = {
@@ -103,7 +97,13 @@ PUBLIC = (
     "scio_recorder.testing",
 )
 
+# For those who build on the library; parameters that say all by their names need no text there.
+FOR_BUILDERS = ("scio_recorder.layer", "scio_recorder.lowlevel")
+# Stores are chosen by a word; who writes one of their own looks into the reference.
+OF_THE_REFERENCE = "scio_recorder.stores."
+
 MAX_FUNCTION_LINES = 40
+MOST_NAMES = 70  # of lowlevel
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
@@ -139,10 +139,16 @@ def own_imports(file: Path) -> Iterator[tuple[str, int]]:
     """Yield the modules of this package that a file imports, by their names inside it."""
     for module, name, line in imported(file):
         if module.partition(".")[0] == "scio_recorder":
-            inside = ".".join(filter(None, [module.partition(".")[2], name]))
+            # A public name is imported from where it is defined, not by way of all others.
+            inside = module.partition(".")[2] or public_names_at_the_top().get(name, "")
+            inside = ".".join(filter(None, [inside, name]))
             while inside and inside not in MODULES:
                 inside = inside.rpartition(".")[0]
             yield inside or "__init__", line
+
+
+def public_names_at_the_top() -> dict[str, str]:
+    return vars(import_module("scio_recorder"))["_MODULE_OF"]
 
 
 def room(module: str) -> str:
@@ -197,55 +203,82 @@ def is_above_the_wall(module: str) -> bool:
     return ROWS[room(module)] < len(UPPER_STOREY)
 
 
-def uses_of_private_things(file: Path) -> list[str]:
-    """Return what a file of the upper storey uses of the core that is not for others."""
-    modules = [
-        f"{file.name}:{line} imports {module}"
-        for module, line in own_imports(file)
-        if not (is_above_the_wall(module) or {module, f"{room(module)}.*"} & PUBLIC_OF_CORE)
-        and f"{module.rpartition('.')[0]}.*" not in PUBLIC_OF_CORE
-    ]
-    names = [
+def imports_past_the_seam(file: Path) -> list[str]:
+    """Return what a file of the upper storey imports past `lowlevel` and public modules."""
+    here = room(name_of(file))
+    others = STANDS_ON.get(here, set()) | {here}
+    return [
         f"{file.name}:{line} imports {name} from {module}"
         for module, name, line in imported(file)
-        if module.startswith("scio_recorder") and name.startswith("_")
+        if module.partition(".")[0] == "scio_recorder"
+        and not (module == "scio_recorder" and name in others)
+        and room(module.partition(".")[2]) not in others
+        and name not in public_names_of(module)
     ]
-    return (
-        modules
-        + names
-        + [
-            f"{file.name}:{node.lineno} uses {ast.unparse(node)}"
-            for node in ast.walk(tree_of(file))
-            if isinstance(node, ast.Attribute)
-            and re.match(r"_[a-z]", node.attr)
-            and node.attr
-            not in names_defined_in(file) | DE_FACTO_PUBLIC | OTHERS.get(file.name, set())
-        ]
-    )
 
 
-def test_the_upper_storey_uses_nothing_private_of_the_core() -> None:
+def public_names_of(module: str) -> set[str]:
+    return set(import_module(module).__all__) if module in {*PUBLIC, *FOR_BUILDERS} else set()
+
+
+def uses_of_private_names(file: Path) -> list[str]:
+    allowed = names_defined_in(file) | DE_FACTO_PUBLIC | OTHERS.get(file.name, set())
+    return [
+        f"{file.name}:{node.lineno} uses {ast.unparse(node)}"
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_[a-z]", node.attr)
+        and node.attr not in allowed
+    ]
+
+
+def test_the_upper_storey_builds_on_lowlevel_and_public_modules() -> None:
     above = [file for file in FILES if is_above_the_wall(name_of(file))]
-    assert not [found for file in above for found in uses_of_private_things(file)]
+    assert not [use for file in above for use in uses_of_private_names(file)]
+    rooms = [file for file in above if room(name_of(file)) not in {"__init__", *NOT_YET}]
+    assert not [use for file in rooms for use in imports_past_the_seam(file)]
 
 
+def test_lowlevel_is_small_and_says_what_each_name_is_for() -> None:
+    page = (ROOT / "docs" / "reference" / "api" / "lowlevel.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = re.findall(r"`(\w+)`", " ".join(rows))
+    assert sorted(named) == sorted(public_names_of("scio_recorder.lowlevel"))
+    assert len(named) <= MOST_NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "check"),
+    [
+        ("capture/x.py", "def f():\n    from scio_recorder.analysis import scores", "upward"),
+        ("capture/x.py", "from scio_recorder.lowlevel import Capture", "upward"),
+        ("events/x.py", "from scio_recorder.capture.engine import Capture", "seam"),
+        ("events/x.py", "from scio_recorder.lowlevel import Program", "seam"),
+        ("events/x.py", "from scio_recorder.workers.parts import collect_parts", "seam"),
+        ("events/x.py", "from scio_recorder import recording", "seam"),
+        ("events/x.py", "def f(recorder):\n    return recorder._capture", "names"),
+    ],
+)
 def test_imports_through_the_wall_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, text: str, check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, text in {
-        "capture/upward.py": "def f():\n    from scio_recorder.analysis.scores import mahalanobis",
-        "events/private.py": "from scio_recorder.capture.passes import Pass",
-        "events/attribute.py": "def f(recorder):\n    return recorder._capture",
-    }.items():
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
+    file = tmp_path / name
+    file.parent.mkdir()
+    file.write_text(text)
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
-    assert upward_imports(tmp_path / "capture/upward.py")
-    assert uses_of_private_things(tmp_path / "events/private.py")
-    monkeypatch.setitem(globals(), "PUBLIC_OF_CORE", {"capture.passes"})
-    assert not uses_of_private_things(tmp_path / "events/private.py")
-    assert uses_of_private_things(tmp_path / "events/attribute.py")
+    kinds = {
+        "upward": upward_imports,
+        "seam": imports_past_the_seam,
+        "names": uses_of_private_names,
+    }
+    assert kinds[check](file)
+    file.write_text("from scio_recorder import Recorder\nfrom scio_recorder.errors import warn")
+    tree_of.cache_clear()
+    assert bool(imports_past_the_seam(file))
+    file.write_text("from scio_recorder.lowlevel import Capture\nfrom scio_recorder import Layer")
+    tree_of.cache_clear()
+    assert not imports_past_the_seam(file)
+    assert not uses_of_private_names(file)
 
 
 def test_no_import_leads_back() -> None:
@@ -438,8 +471,7 @@ def test_public_names_are_in_the_documentation(public_objects: dict[str, Any]) -
     missing = [
         name
         for name in public_objects
-        # Stores are chosen by a word; who writes one of their own looks into the reference.
-        if not name.startswith("scio_recorder.stores.")
+        if not name.startswith(OF_THE_REFERENCE)
         and not re.search(rf"\b{name.rpartition('.')[2]}\b", text)
     ]
     assert not missing

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scio_recorder.reductions.histogram import Bins
+from scio_recorder.reductions.distributions import Bins
 
 INF = float("inf")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions import Quantiles
-from scio_recorder.reductions.quantiles import _read
+from scio_recorder.reductions.distributions import _read
 from tests.reductions.parts import Plan, plans, reduce_in_parts
 
 Q = [0.0, 0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0]

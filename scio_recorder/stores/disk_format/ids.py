@@ -55,7 +55,13 @@ class SampleIds(OnDemand[int | str]):
         self._ends = [0]
 
     def add(self, part: Ids) -> None:
-        """Append the ids of one chunk; `ValueError` if `check` refuses them."""
+        """Append the ids of one chunk; `ValueError` if `check` refuses them.
+
+        Parameters
+        ----------
+        part : range, array.array or tuple
+            The ids.
+        """
         self.check(part)
         self._append(part)
 
@@ -72,7 +78,13 @@ class SampleIds(OnDemand[int | str]):
         return whole
 
     def check(self, part: Ids) -> None:
-        """Raise `ValueError` for ids of another type than the earlier ones, or for too many."""
+        """Raise `ValueError` for ids of another type than the earlier ones, or for too many.
+
+        Parameters
+        ----------
+        part : range, array.array or tuple
+            The ids that are about to follow.
+        """
         kinds = {isinstance(one, tuple) for one in (*self._parts[:1], part) if len(one)}
         if len(kinds) > 1:
             raise ValueError("integers and strings are mixed as sample ids")
@@ -139,6 +151,11 @@ class SampleIds(OnDemand[int | str]):
 
 def to_ids(ids: Sequence[Any]) -> Ids:
     """Return ids in their compact form.
+
+    Parameters
+    ----------
+    ids : sequence
+        Integers or strings.
 
     Raises
     ------

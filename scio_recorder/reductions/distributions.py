@@ -1,16 +1,18 @@
-"""Counts of values by bin."""
+"""How values are distributed: counts by bin, and quantiles from a mergeable summary."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import By, Label, SampleReduction
+from scio_recorder.reductions.base import By, Label, RowReduction, SampleReduction
 from scio_recorder.tensors.arguments import whole
 
 # Values handled at once: their temporaries stay in the cache, and in memory that is not given back.
@@ -228,3 +230,179 @@ def _edges(given: object) -> list[float]:
             f"Histogram(range={given!r}): give two finite numbers (low, high), low < high."
         )
     return [low, high]
+
+
+class Quantiles(RowReduction):
+    """Approximate quantiles, over all values of a layer or for each feature.
+
+    Parameters
+    ----------
+    q : float or sequence of float
+        The quantiles to return, from 0 (the minimum) to 1 (the maximum).
+    feature_dim : int, optional
+        The dimension that holds the features; every other position counts as a sample. None takes
+        all values together.
+    by : callable, optional
+        ``batch -> labels [batch]``; the result is then a dict from label to result.
+
+    Notes
+    -----
+    NOTE 1. A full block of raw values is sorted and thinned to `s` of them, evenly spaced in rank;
+    two summaries of the same weight are merged, sorted and thinned to every second value. This is
+    the deterministic scheme of Munro and Paterson (1980) as analysed by Manku, Rajagopalan and
+    Lindsay, "Approximate medians and other quantiles in one pass and with limited memory" (1998).
+    A thinning shifts ranks by at most half the weight of a value that it leaves. For all N values
+    that is N / 2 s a level, for any split and any order of merging. Reading adds the same amount.
+
+    The error in rank is therefore at most ``(2 + log2(N / block)) / (2 s)`` of N, with s = 4096 and
+    blocks of 65,536 over all values (0.32 % at 10^12 values), s = 2048 and blocks of 4,096 for each
+    feature (0.49 % at 10^9 values a feature); in practice it is several times smaller. Minimum
+    and maximum are exact, and up to one block everything is, with the linear interpolation of
+    ``torch.quantile``. Memory, in values of 4 bytes (8 for float64) for each feature: one block
+    and s for each doubling of it, so 0.4 MB over 10^8 values, and 56 kB a feature over 10^5.
+
+    nan has no rank and raises `CollectError`; infinite values are ordered as usual. The result,
+    [len(q)] or [len(q), features], has the dtype that `Mean` would give.
+
+    Examples
+    --------
+    >>> import torch
+    >>> quantiles = Quantiles([0.0, 0.5, 1.0])
+    >>> quantiles.update(torch.arange(11.0).reshape(11, 1))
+    >>> quantiles.compute()
+    tensor([ 0.,  5., 10.])
+    """
+
+    _state_names = ("_ends", "_summaries", "_odd", "_waiting")
+    _state_kinds = (
+        *("(tensor float.. {units} 2)?", r"(\[(tensor float.. {units} \d+(, )?)+\])?"),
+        *("(whole)?", r"(tensor float.. \d+ {units})?"),
+    )
+    _ends: Tensor  # [features, 2], smallest and largest value of the blocks that were thinned
+    # Each [features, s] and sorted, or [features, 0]. One at level i has 2 ** i times the weight of
+    # one at level 0.
+    _summaries: list[Tensor]
+    _odd: int
+    _waiting: Tensor | None  # [rows, features], raw; None if none wait
+
+    def __init__(
+        self,
+        q: float | Sequence[float],
+        feature_dim: int | None = None,
+        *,
+        by: By | None = None,
+    ) -> None:
+        try:
+            self._q = [float(q)] if isinstance(q, int | float) else [float(value) for value in q]
+        except (TypeError, ValueError):
+            self._q = []
+        if not self._q or not all(0 <= value <= 1 for value in self._q):
+            raise CollectError(f"Quantiles(q={q!r}): give one or more numbers from 0 to 1.")
+        self._size, self._block = (4096, 2**16) if feature_dim is None else (2048, 4096)
+        super().__init__(feature_dim, by=by, q=self._q)
+
+    def _sample_shape(self, samples: Tensor) -> tuple[int, ...]:
+        # Without a feature dimension, values of any shape count alike.
+        return () if self._feature_dim is None else super()._sample_shape(samples)
+
+    def _accept(self, samples: Tensor) -> None:
+        super()._accept(samples)
+        self._refuse_nan(samples, "have no rank")
+
+    def _add(self, samples: Tensor) -> None:
+        alone = self._feature_dim is None
+        self._add_again(samples.reshape(-1, 1) if alone else self._rows_of(samples))
+
+    def _add_again(self, rows: Tensor) -> None:
+        """Add rows, after those that wait."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._add_rows(waiting, self._block)
+        self._add_rows(rows, self._block)
+
+    def _add_block(self, rows: Tensor) -> None:
+        ordered = _sort_rows(rows.T.contiguous())
+        self._widen(ordered[:, [0, -1]])
+        self._carry(0, self._thin(ordered, self._block // self._size))
+
+    def _add_rest(self, rows: Tensor) -> None:
+        # Not thinned: others may follow.
+        self._waiting = rows.clone()
+
+    def _widen(self, ends: Tensor) -> None:
+        both = ends if self._ends is None else torch.cat([self._ends, ends], dim=1)
+        self._ends = torch.stack(both.aminmax(dim=1), dim=1)
+
+    def _carry(self, level: int, summary: Tensor) -> None:
+        """Add a summary as one adds a binary digit: two of a level make one of the next."""
+        levels, nothing = self._summaries or [], summary[:, :0]
+        while level < len(levels) and levels[level].shape[1]:
+            both = torch.cat([levels[level], summary], dim=1)
+            levels[level], summary = nothing, self._thin(_sort_rows(both), 2)
+            level += 1
+        levels += [nothing] * (level + 1 - len(levels))
+        levels[level] = summary
+        self._summaries = levels
+
+    def _thin(self, ordered: Tensor, step: int) -> Tensor:
+        """Keep every `step`-th of the sorted values [features, n], from the middle of each group.
+
+        An even group has two middles; taking the lower and the upper one in turn lets the errors of
+        successive calls cancel.
+        """
+        self._odd = 1 - (self._odd or 0)
+        return ordered[:, step // 2 - 1 + self._odd :: step].contiguous()
+
+    def _join(self, other: Quantiles) -> None:
+        for level, summary in enumerate(other._summaries or []):
+            if summary.shape[1]:
+                self._carry(level, summary)
+        if other._ends is not None:
+            self._widen(other._ends)
+        if other._waiting is not None:
+            self._add_again(other._waiting)
+
+    def _is_consistent(self) -> bool:
+        is_short = self._summaries is None and self._waiting is not None and len(self._waiting) > 0
+        return self._ends is not None or is_short
+
+    def _result(self) -> Tensor:
+        parts, weights = list(self._summaries or []), []
+        for level, summary in enumerate(parts):
+            weights += [float(self._block // self._size * 2**level)] * summary.shape[1]
+        if self._waiting is not None:
+            parts.append(self._waiting.T)
+            weights += [1.0] * len(self._waiting)
+        known = torch.cat(parts if self._ends is None else [*parts, self._ends], dim=1)
+        ends = torch.stack(known.aminmax(dim=1), dim=1)
+        values, q = torch.cat([*parts, ends], dim=1).cpu().numpy(), np.array(self._q)
+        found = np.array([_read(feature, np.array(weights), q) for feature in values])
+        result = torch.from_numpy(found.T.copy()).to(known.device, self._dtype)
+        return result.squeeze(1) if self._feature_dim is None else result
+
+
+def _sort_rows(values: Tensor) -> Tensor:
+    """Sort each row of `values` [features, n]; may do so in place."""
+    if values.device.type == "cpu" and values.is_contiguous():
+        # NumPy sorts with vector instructions and without indices, ten times faster than torch.
+        values.numpy().sort(axis=1)
+        return values
+    return values.sort(dim=1).values
+
+
+def _read(values: NDArray[Any], weights: NDArray[Any], q: NDArray[Any]) -> NDArray[Any]:
+    """Interpolate quantiles `q` [k] of weighted values.
+
+    A value of `weights` [n] stands for that many neighbours in rank and sits in their middle. The
+    last two of `values` [n + 2] are the exact ends. With weights of one this is the linear
+    interpolation of ``torch.quantile``.
+    """
+    order = np.argsort(values[:-2])
+    weight = weights[order]
+    last = weight.sum() - 1
+    ranks = np.concatenate([[0.0], weight.cumsum() - weight / 2 - 0.5, [last]])
+    known = np.concatenate([values[-2:-1], values[order], values[-1:]]).astype(np.float64)
+    found: NDArray[Any] = np.interp(q * last, ranks, known)
+    # If single values are kept beside thinned ones, the first of them has rank 0 as well.
+    found[q == 0], found[q == 1] = known[0], known[-1]
+    return found

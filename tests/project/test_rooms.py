@@ -1,0 +1,122 @@
+"""Each upper room can be left out of a copy of the package, with those that stand on it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.project.test_project import PACKAGE, ROOT, STANDS_ON, UPPER_STOREY
+
+ROOMS = sorted({room for row in UPPER_STOREY for room in row.split()} - {"__init__", "__main__"})
+
+# Imports all that is left, and uses what everybody needs.
+PROGRAM = """
+import pkgutil, sys, tempfile
+import scio_recorder, torch
+from torch import nn
+
+for heavy in ("lightning", "ray", "tensorboard", "transformers"):
+    sys.modules[heavy] = None  # nothing of them is tested here
+left = [name for _, name, _ in pkgutil.walk_packages(scio_recorder.__path__, "scio_recorder.")]
+for name in left:
+    try:
+        __import__(name)
+    except ModuleNotFoundError as error:
+        # An extra that is not installed.
+        assert not (error.name or "").startswith("scio_recorder"), (name, error)
+assert scio_recorder.__path__[0].startswith(sys.argv[1])
+
+net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True))
+rnet = scio_recorder.Recorder(net, input_size=(2, 4), verbose=0)
+rnet.record("*", inputs=True)
+rnet(torch.randn(2, 4))
+assert torch.equal(rnet.activations["0"], net[0](rnet.inputs["0"].args[0]))
+with tempfile.TemporaryDirectory() as folder:
+    rnet.collect(torch.randn(9, 4).split(4), store=f"disk:{folder}/run", progress=False)
+    recording = scio_recorder.open_recording(f"{folder}/run")
+    assert recording.num_samples == 9
+    recording.report(f"{folder}/page.html")
+print(recording)
+print(*left)
+"""
+
+
+def without(room: str) -> set[str]:
+    """Return a room and all that stand on it, directly or not."""
+    gone = {room}
+    while more := {other for other, below in STANDS_ON.items() if below & gone} - gone:
+        gone |= more
+    return gone
+
+
+def copied(room: str, to: Path) -> Path:
+    shutil.copytree(PACKAGE, to / "scio_recorder", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in without(room):
+        place = to / "scio_recorder" / name
+        shutil.rmtree(place) if place.is_dir() else place.with_suffix(".py").unlink()
+    return to
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_can_be_left_out(room: str, tmp_path: Path) -> None:
+    place = str(copied(room, tmp_path))
+    environment = os.environ | {"PYTHONPATH": place, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, place],
+        capture_output=True, text=True, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    left = {name.split(".")[1] for name in done.stdout.splitlines()[-1].split()}
+    assert not left & without(room)
+    assert left >= set(ROOMS) - without(room)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_rest_passes_its_own_tests(room: str, tmp_path: Path) -> None:
+    copied(room, tmp_path)
+    gone = without(room) | {"project"}
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns(*gone))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    # Tests of other rooms that use the one that is left out to see what theirs do.
+    using = [
+        f"--ignore={file.relative_to(tmp_path)}"
+        for file in (tmp_path / "tests").rglob("*.py")
+        if any(f"scio_recorder.{name}" in file.read_text() for name in without(room))
+        or uses_methods_of(room, file)
+    ]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests", *using],
+        capture_output=True, text=True, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+METHODS = {
+    "analysis": {"compare", "guard", "sweep", "similarity"},
+    "events": {"track", "Tracker"},
+    "recompute": {"recompute", "saved_tensors", "ActivationCheckpointer"},
+    "workers": {"collect_parts"},
+    "integrations": {"to_dataset", "to_arrow", "to_zarr"},
+}
+
+
+def uses_methods_of(room: str, file: Path) -> bool:
+    """Whether a file uses what the front doors have of a room."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    return bool(names & METHODS.get(room, set()))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_says_who_would_miss_it(room: str) -> None:
+    text = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or ""
+    assert "would not miss this room" in " ".join(text.split())
