@@ -203,7 +203,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "state as text": committed(2, put("state", "abc")),
     "state from elsewhere": committed(2, put("file", "../../outside", "state")),
     "state as number": committed(2, put("file", 7, "state")),
-    "state without a value": committed(2, lambda content: content["state"].pop("value") and None),
+    "state without a value": committed(2, put("state", {"file": None})),
     "state that is not there": committed(2, put("file", "0" * 16, "state")),
     "listed with fewer": listed(put("samples", 3)),
     "listed with more": listed(lambda content: content["chunks"].append("0" * 16) and None),
