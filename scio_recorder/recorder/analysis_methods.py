@@ -322,6 +322,9 @@ class AnalysisMethods(Collecting):
             return parts.collect(wait=wait)
 
     def _share_of(self, loader: Any, *, has_ids: bool) -> Share | None:
+        # Only a dataset can be split.
+        if getattr(loader, "dataset", None) is None:
+            return None
         from scio_recorder.workers.samplers import share_of
 
         return share_of(loader, has_ids=has_ids)
