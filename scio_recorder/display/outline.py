@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
-
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.segment import Segment
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx, counted, text_of
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+    from rich.text import Text
 
 # A structure of outputs, usually the net's own, must not widen the whole table.
 _WIDEST_SHAPE = 36
@@ -254,6 +254,10 @@ def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> Re
       0-1    Sequential  (1, 3)            15
       1-1    └ 0 Linear  (1, 3)            15
     """
+    from rich.segment import Segment
+    from rich.table import Table
+    from rich.text import Text
+
     title = _line((visible(shown.title), "bold"))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("  Label", no_wrap=True)
@@ -291,6 +295,8 @@ def _branch(node: Node, width: int) -> Text:
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:
+    from rich.text import Text
+
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
@@ -328,6 +334,10 @@ class Listing:
 
     def __rich__(self) -> Group:
         """Return the table for rich."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
         for place, name in enumerate(self.texts):
             width = max(len(name), *(len(row[place]) for row in self.rows), 0)
@@ -361,6 +371,8 @@ class Listed:
 
 def printed(shown: RenderableType, width: int) -> str:
     """Return what a console of this width prints, without colours."""
+    from rich.console import Console
+
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
         console.print(shown)

@@ -12,9 +12,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.filesize import decimal
-
 from scio_recorder.display.figure import (
     RECTIFIERS,
     Bars,
@@ -35,6 +32,7 @@ from scio_recorder.layer import Layer, few
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 # Units that a warning names.
 _SHOWN = 5
@@ -267,6 +265,8 @@ def _counts(name: str, of: Sequence[object], key: str = "") -> Column:
 
 
 def _kept(summary: LayerSummary) -> str:
+    from rich.filesize import decimal
+
     shape = "" if summary.shape is None else str(summary.shape)
     size = "" if summary.num_bytes is None else decimal(summary.num_bytes)
     parts = filter(None, (f"{summary.dtype} {shape}".strip(), size, summary.kept))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import linecache
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from scio_recorder.display.page import rendered
 from scio_recorder.layer import Operation, counted
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.tensors import private
+from scio_recorder.tensors.structures import tensors
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Columns of the list of operations: a line of code is to be read.
@@ -61,6 +63,67 @@ class LibraryMode(TorchFunctionMode):
         if is_compiling() or self.is_paused:
             return func(*args, **kwargs)
         return self.take(func, args, kwargs)
+
+
+# These methods reveal values without any operation.
+HANDING_OUT = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+
+
+class ValueRequests(LibraryMode):
+    """Notes whether a pass of a net asks for values, or for sizes that depend on values.
+
+    Attributes
+    ----------
+    were_made : bool
+        Whether it has asked, also for values that do not depend on its data.
+
+    Examples
+    --------
+    >>> requests = ValueRequests()
+    >>> with requests.followed():
+    ...     is_positive = bool(torch.ones(3).sum() > 0)
+    >>> requests.were_made
+    True
+    """
+
+    were_made = False
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the operations of this thread inside the block."""
+        try:
+            self.is_paused = False
+            with private.operations_made_by(lambda mode, *call: self._operate(*call)), self:
+                yield
+        finally:
+            # An interruption can leave a torch mode active, which must do nothing then.
+            self.is_paused = True
+
+    def take(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function."""
+        self.were_made |= func in HANDING_OUT
+        return func(*args, **kwargs)
+
+    def _operate(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.is_paused:
+            self.were_made |= tells_value(operation) or dim_of_hits(operation, args) is not None
+        return operation(*args, **kwargs or {})
+
+
+def tells_value(operation: Any) -> bool:
+    """Whether an operation returns no tensor, but what is in one."""
+    return torch.Tag.data_dependent_output in operation.tags
+
+
+def dim_of_hits(operation: Any, args: tuple[Any, ...]) -> int | None:
+    """Return the dimension of a result whose size is an unknown number of hits of a mask."""
+    if torch.Tag.dynamic_output_shape not in operation.tags:
+        return None
+    if operation is not torch.ops.aten.index.Tensor:
+        return 0
+    # Integers as indices give a known size.
+    has_mask = any(index.dtype in (torch.bool, torch.uint8) for index in tensors(args[1]))
+    return [index is None for index in args[1]].index(False) if has_mask else None
 
 
 def unseen(function: Callable[..., Any], *args: Any) -> Any:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, Self
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from scio_recorder.capture.around import CallWrapper
@@ -526,6 +525,8 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
 
     def __str__(self) -> str:
         """Return the table, or if it does not fit the terminal, that of rich."""
+        from rich.console import Console
+
         text, terminal = repr(self), Console()
         is_wider = terminal.is_terminal and len(text.split("\n", 2)[1]) > terminal.width
         return printed(self, terminal.width) if is_wider else text

@@ -15,8 +15,9 @@ from torch.overrides import _get_current_function_mode_stack
 from scio_recorder import Recorder
 from scio_recorder.errors import FlowError
 from scio_recorder.nets.labelling import data_flow
-from scio_recorder.nets.labelling.data_flow import ValueRequests, check_static_flow
+from scio_recorder.nets.labelling.data_flow import check_static_flow
 from scio_recorder.nets.labelling.label import label_net
+from scio_recorder.nets.operations import ValueRequests
 from tests.rotation import one_in
 from tests.zoo import CASES
 from tests.zoo.base import Net, linear

@@ -22,6 +22,17 @@ def test_the_package_alone_imports_nothing_heavy() -> None:
     assert not imported_by("import scio_recorder") & {"torch", "numpy", "rich", "torchinfo"}
 
 
+def test_a_recorder_imports_nothing_that_shows_or_examines() -> None:
+    modules = imported_by("from scio_recorder import Recorder")
+    assert "scio_recorder.capture.engine" in modules
+    assert not modules & {"rich", "jinja2", "pandas", "matplotlib"}
+    rooms = {
+        ".".join(name.split(".")[1:2]) for name in modules if name.startswith("scio_recorder.")
+    }
+    assert not rooms & {"analysis", "command_line", "events", "integrations", "workers"}
+    assert "scio_recorder.nets.labelling.data_flow" not in modules
+
+
 @pytest.mark.campaign
 def test_a_recorder_of_a_net_that_asks_for_no_value_imports_no_compiler() -> None:
     modules = imported_by(

@@ -37,11 +37,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from scio_recorder.errors import FlowError, UnsupportedTorchError
 from scio_recorder.nets import operations
 from scio_recorder.nets.hookable import hooked
-from scio_recorder.nets.operations import LibraryMode
+from scio_recorder.nets.operations import (
+    HANDING_OUT,
+    ValueRequests,
+    dim_of_hits,
+    tells_value,
+)
 from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet, separate_copy
 from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.tensors import private
-from scio_recorder.tensors.structures import fold, map_tensors, tensors
+from scio_recorder.tensors.structures import fold, map_tensors
 
 # Frames between the net and the questions that it asks.
 _OWN = (__file__, private.__file__, operations.__file__, contextlib.__file__)
@@ -49,8 +54,6 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Torch's modules are part of nets; the rest of torch works on behalf of its caller.
 _TORCH_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
 
-# These methods reveal values without any operation.
-_HANDING_OUT = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 # Calls of torch in a longer pass take too much time to be compared.
 _MAX_STEPS = 100_000
 # The most passes with other answers, each of which takes as long as several ordinary ones, and the
@@ -60,7 +63,6 @@ _SECONDS = 10.0
 
 # Other answers: numbers of hits of a mask, whole numbers and others.
 _HITS = (0, 4096, 1, 2, 3)
-_MASKS = (torch.bool, torch.uint8)
 _INTEGERS = (0, 100, 1, -1, 2, 3, 4, 5, 6, 7)
 _REALS = (0.0, 1e6, -1e6, 0.5, 1.0, 2.5, 3.0, 4.0)
 
@@ -91,47 +93,6 @@ class _Step(NamedTuple):
     tensors: tuple[tuple[int, int], ...]
     # Its other arguments.
     others: tuple[str, ...]
-
-
-class ValueRequests(LibraryMode):
-    """Notes whether a pass of a net asks for values, or for sizes that depend on values.
-
-    Attributes
-    ----------
-    were_made : bool
-        Whether it has asked, also for values that do not depend on its data.
-
-    Examples
-    --------
-    >>> requests = ValueRequests()
-    >>> with requests.followed():
-    ...     is_positive = bool(torch.ones(3).sum() > 0)
-    >>> requests.were_made
-    True
-    """
-
-    were_made = False
-
-    @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow the operations of this thread inside the block."""
-        try:
-            self.is_paused = False
-            with private.operations_made_by(lambda mode, *call: self._operate(*call)), self:
-                yield
-        finally:
-            # An interruption can leave a torch mode active, which must do nothing then.
-            self.is_paused = True
-
-    def take(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function."""
-        self.were_made |= func in _HANDING_OUT
-        return func(*args, **kwargs)
-
-    def _operate(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.is_paused:
-            self.were_made |= _tells_value(operation) or _dim_of_hits(operation, args) is not None
-        return operation(*args, **kwargs or {})
 
 
 class Flow(ValueRequests):
@@ -212,7 +173,7 @@ class Flow(ValueRequests):
         given = self._note(func, args, kwargs)
         step, self._is_on_data = len(self.steps), any(tensor in self._data for tensor in given)
         result = func(*args, **kwargs)
-        if self._is_on_data and func in _HANDING_OUT:
+        if self._is_on_data and func in HANDING_OUT:
             result = self._answer([result, *other_values(result)])
         made = [part for part in _parts(result) if isinstance(part, Tensor)]
         for position, tensor in enumerate(made):
@@ -259,9 +220,9 @@ class Flow(ValueRequests):
         self._is_on_data |= torch.Tag.nondeterministic_seeded in operation.tags
         if not self._is_on_data:
             return result
-        if (dim := _dim_of_hits(operation, args)) is not None:
+        if (dim := dim_of_hits(operation, args)) is not None:
             return self._with_hits(result, dim)
-        if _tells_value(operation):
+        if tells_value(operation):
             return self._answer_for(args, [result, *other_values(result)])
         return result
 
@@ -439,22 +400,6 @@ def _filled(value: Any, number: float) -> Any:
     if isinstance(value, np.ndarray):
         return np.full_like(value, number)
     return type(value)(number)
-
-
-def _tells_value(operation: Any) -> bool:
-    """Whether an operation returns no tensor, but what is in one."""
-    return torch.Tag.data_dependent_output in operation.tags
-
-
-def _dim_of_hits(operation: Any, args: tuple[Any, ...]) -> int | None:
-    """Return the dimension of a result whose size is an unknown number of hits of a mask."""
-    if torch.Tag.dynamic_output_shape not in operation.tags:
-        return None
-    if operation is not torch.ops.aten.index.Tensor:
-        return 0
-    # Integers as indices give a known size.
-    has_mask = any(index.dtype in _MASKS for index in tensors(args[1]))
-    return [index is None for index in args[1]].index(False) if has_mask else None
 
 
 def _resized(hits: int, dim: int, result: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from torch import nn
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
 from scio_recorder.layer import DepthIdx, Label, Layer, Operation, describe, shapes_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.labelling.data_flow import ValueRequests, check_static_flow
 from scio_recorder.nets.labelling.operation_trace import OperationTrace
 from scio_recorder.nets.labelling.torchinfo import (
     CallTrace,
@@ -25,6 +24,7 @@ from scio_recorder.nets.labelling.torchinfo import (
     formatting,
     random_inputs,
 )
+from scio_recorder.nets.operations import ValueRequests
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import check_supported, failed_run, no_input, not_a_size
 from scio_recorder.nets.sharded import Following, is_sharded, mark_shards, plain_type
@@ -98,6 +98,8 @@ def label_net(
             raise LabellingError(failed_run(net, keywords, error)) from error
         labelled = _label(net, keywords, inputs, is_followed=force_static_flow)
         if labelled.asks_for_values:
+            from scio_recorder.nets.labelling.data_flow import check_static_flow
+
             check_static_flow(net, *inputs, mode=keywords["mode"], grad=labelled.grad)
     if keywords["verbose"]:
         print(labelled.statistics)
