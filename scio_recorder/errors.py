@@ -33,11 +33,12 @@ without this package in mind catches it. All warnings go through `warn`.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from scio_recorder.interpreter import level_outside
 
 __all__ = [
     "ArgumentError",
@@ -245,12 +246,9 @@ def needing(extra: str, what: str) -> Iterator[None]:
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, and name the line of the user's code that led here, at any depth."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _BETWEEN:
-        frame, level = frame.f_back, level + 1
     warning = category(message)
     vars(warning)[_MARK] = True
-    warnings.warn(warning, stacklevel=level)
+    warnings.warn(warning, stacklevel=level_outside(_BETWEEN))
 
 
 def is_own(warning: object) -> bool:

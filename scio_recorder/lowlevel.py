@@ -7,7 +7,7 @@ each is for. The core imports nothing from here.
 from __future__ import annotations
 
 from scio_recorder.capture.around import CallWrapper
-from scio_recorder.capture.checkpoint_regions import is_rerun, regions
+from scio_recorder.capture.checkpoint_regions import is_rerun
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.gradients import LEFT_OUT, CallStart, CallStarts
 from scio_recorder.capture.hooks import CallHook, CallHooks
@@ -32,15 +32,10 @@ from scio_recorder.reductions.base import several
 from scio_recorder.stores.disk import EmptyPartError
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import floating_or_none, usable_device, whole
-from scio_recorder.tensors.copies import (
-    StridedCopy,
-    is_plain,
-    same_bits,
-    version_counter,
-    version_of,
-)
+from scio_recorder.tensors.copies import StridedCopy, same_bits
 from scio_recorder.tensors.digests import WeightDigests, digest_of
 from scio_recorder.tensors.processes import ProcessRank, this_process
+from scio_recorder.tensors.properties import is_plain, version_counter, version_of
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 
 __all__ = [
@@ -89,7 +84,6 @@ __all__ = [
     "progress_bar",
     "raised_by",
     "random_state",
-    "regions",
     "restore_random",
     "same_bits",
     "select_layers",

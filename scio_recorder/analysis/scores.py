@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.covariance import CovarianceResult, PrincipalSpace
-from scio_recorder.tensors.copies import with_float64
+from scio_recorder.tensors.arithmetic import with_float64
 
 __all__ = ["discriminant", "mahalanobis", "residual"]
 

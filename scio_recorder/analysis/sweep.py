@@ -44,7 +44,9 @@ from scio_recorder.nets.state.untouched import NetState, untouched
 from scio_recorder.postprocessors.floating_map import describe
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import booleans
-from scio_recorder.tensors.copies import is_dense, twin, with_float64
+from scio_recorder.tensors.arithmetic import with_float64
+from scio_recorder.tensors.copies import twin
+from scio_recorder.tensors.properties import is_dense
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 
 Positions: TypeAlias = Literal["all"] | Iterable[int] | None

@@ -23,11 +23,10 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Collection, MutableMapping
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from types import CodeType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch.utils import checkpoint
 
 from scio_recorder.capture.gradients import CallStart, CallStarts
 from scio_recorder.postprocessors.assigning import Assigned
@@ -47,14 +46,6 @@ _ATTRIBUTE = "_scio_recorder_marks"
 _BACKWARD = {inspect.unwrap(f).__code__ for f in (torch.autograd.backward, torch.autograd.grad)}
 
 
-class Region(NamedTuple):
-    """A checkpointed call around the caller."""
-
-    kept: Any  # the object that the graph keeps of it
-    is_rerun: bool
-    is_reentrant: bool
-
-
 def is_rerun() -> bool:
     """Whether activation checkpointing is running something again on this thread."""
     if private.backward_pass() == -1:
@@ -63,42 +54,16 @@ def is_rerun() -> bool:
         region.is_rerun
         # Other functions than checkpointing may run modules in their backward, for the first time.
         and (not region.is_reentrant or type(region.kept).__name__ == "CheckpointFunctionBackward")
-        for region in regions(_BACKWARD)
+        for region in private.regions_around(_BACKWARD)
     )
-
-
-def regions(outermost: Collection[CodeType] = ()) -> list[Region]:
-    """Return the regions around the caller, innermost first, up to any of some functions."""
-    found: list[Region] = []
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code not in outermost:
-        region = _region_of(frame)
-        if region is not None:
-            found.append(region)
-        frame = frame.f_back
-    return found
-
-
-def _region_of(frame: FrameType) -> Region | None:
-    code = frame.f_code
-    if code.co_name in ("forward", "backward"):
-        # A static method of an autograd function, not a method of a module.
-        first = code.co_varnames[0] if code.co_argcount else "self"
-        context = None if first == "self" else frame.f_locals.get(first)
-        if isinstance(context, torch.autograd.function.FunctionCtx):
-            return Region(context, code.co_name == "backward", is_reentrant=True)
-    elif code.co_filename == checkpoint.__file__:
-        held = private.checkpointed_region(frame)
-        return None if held is None else Region(*held, is_reentrant=False)
-    return None
 
 
 def _first_runs(outermost: Collection[CodeType]) -> list[Any]:
     """Return the objects that the graph will keep of the regions around a call of a pass."""
-    around = [region.kept for region in regions(outermost)]
+    around = [region.kept for region in private.regions_around(outermost)]
     # Nothing on the stack holds a region that hooks of a module begin and end.
     saving = private.region_that_saves()
-    if saving is not None and all(region.kept is not saving for region in regions()):
+    if saving is not None and all(region.kept is not saving for region in private.regions_around()):
         around.insert(0, saving)
     return around
 
@@ -237,7 +202,7 @@ class Reruns:
         The last item is the backward pass that the call belongs to.
         """
         inner: list[Any] = []
-        for region in regions() if self else ():
+        for region in private.regions_around() if self else ():
             mark = self.on(region.kept) if region.is_rerun else None
             if mark is None:
                 inner.append(region.kept)

@@ -32,8 +32,8 @@ from scio_recorder.layer import RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Recorded, Records
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import version_of
 from scio_recorder.tensors.ownership import HeldTensor, has_place
+from scio_recorder.tensors.properties import version_of
 from scio_recorder.tensors.structures import Rebuild
 
 # As RemovableHandle wants them.

@@ -11,7 +11,7 @@ from torch import Tensor
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.nets.operations import function_name
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import memories_of
+from scio_recorder.tensors.properties import memories_of
 
 
 def writes_to_argument(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

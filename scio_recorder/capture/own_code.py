@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from scio_recorder.capture.around import CallWrapper, Uncopied
-from scio_recorder.capture.checkpoint_regions import regions
 from scio_recorder.capture.in_place import write, writes_to_argument
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.nets.operations import LibraryMode, function_name, returns_tensors
@@ -90,7 +89,7 @@ def _take_inputs(hook: Any, func: Callable[..., Any], args: Any, kwargs: Any) ->
     if changed is None and received is None:
         return output
     name = function_name(func)
-    if regions((run_in_mode.__code__,)):
+    if private.regions_around((run_in_mode.__code__,)):
         raise PostprocessorError(
             f"{name} is called in a checkpointed function that is no module, so its second run is "
             "not seen: let the post-processor act on a layer, or checkpoint a module"

@@ -34,8 +34,8 @@ from scio_recorder.nets.records import Entry, Inputs, Recorded, Records, entries
 from scio_recorder.nets.refusals import cast_for, refuse_unkeepable
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import Assigned
-from scio_recorder.tensors.copies import memories_of
 from scio_recorder.tensors.ownership import Hold, holder
+from scio_recorder.tensors.properties import memories_of
 from scio_recorder.tensors.structures import taken_apart
 
 

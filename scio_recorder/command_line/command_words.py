@@ -26,7 +26,7 @@ from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording.collection import what_is_durable
 from scio_recorder.recording.row_kinds import Nodes, Tokens
 from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME, is_url
-from scio_recorder.tensors.copies import DTYPES
+from scio_recorder.tensors.properties import DTYPES
 
 FAILED = 1
 # The status with which diff and cmp report a difference.

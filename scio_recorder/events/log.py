@@ -25,7 +25,6 @@ from scio_recorder.lowlevel import (
     nearest,
     needing,
     private,
-    regions,
     takes_hooks,
     warn,
 )
@@ -217,7 +216,7 @@ class Tracker:
             return
         if torch.is_grad_enabled():
             TrackedCall(name, type(module), output, start, self._log)
-        elif any(at.is_reentrant and at.kept.next_functions for at in regions()):
+        elif any(at.is_reentrant and at.kept.next_functions for at in private.regions_around()):
             # The region is on the graph, and what is in it is not.
             self._log.miss(name, REENTRANT)
 

@@ -36,7 +36,8 @@ from scio_recorder.errors import ArgumentError, RecordingError, needing
 from scio_recorder.layer import Layer
 from scio_recorder.recording.readable import Readable
 from scio_recorder.stores.disk_format.medium import accessing
-from scio_recorder.tensors.copies import dtype_name, to_array
+from scio_recorder.tensors.copies import to_array
+from scio_recorder.tensors.properties import dtype_name
 
 if TYPE_CHECKING:
     import datasets

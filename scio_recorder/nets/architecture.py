@@ -33,7 +33,7 @@ from scio_recorder.layer import (
     text_of,
 )
 from scio_recorder.nets.offers import offer
-from scio_recorder.tensors.copies import DTYPES, dtype_name
+from scio_recorder.tensors.properties import DTYPES, dtype_name
 from scio_recorder.tensors.structures import fold
 
 _FORMAT = 1

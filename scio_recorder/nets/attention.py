@@ -31,7 +31,7 @@ from scio_recorder.nets.attention_arguments import (
 )
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.arithmetic import float32_products_are_exact, undisturbed
-from scio_recorder.tensors.copies import dtype_name, is_dense
+from scio_recorder.tensors.properties import dtype_name, is_dense
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

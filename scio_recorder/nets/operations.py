@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import linecache
 import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from scio_recorder.display.outline import Listed, Listing
 from scio_recorder.display.page import rendered
+from scio_recorder.interpreter import line_below
 from scio_recorder.layer import Operation, counted
 from scio_recorder.nets.records import LayerMapping
 from scio_recorder.tensors import private
@@ -168,17 +168,8 @@ def calling_line() -> tuple[str, int, str]:
     It is that of the innermost frame outside of torch between the call and the ``forward`` of the
     module; where all is torch's own, of that ``forward``.
     """
-    frame: Any = inspect.currentframe()
-    frames = [frame]
-    while frame is not None and frame.f_code.co_filename != _CALLS:
-        # Modes may be around each other.
-        is_mode = frame.f_code.co_name == "__torch_function__"
-        frames = [] if is_mode else [*frames, frame]
-        frame = frame.f_back
-    outside = (one for one in frames if not one.f_code.co_filename.startswith(_TORCH))
-    found = next(outside, frames[-1])
-    file, line = found.f_code.co_filename, found.f_lineno
-    return file, line, linecache.getline(file, line, found.f_globals).strip()
+    # Modes may be around each other.
+    return line_below(_CALLS, "__torch_function__", _TORCH)
 
 
 class Operations(Listed, LayerMapping[Operation]):

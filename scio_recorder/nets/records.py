@@ -13,8 +13,8 @@ from scio_recorder.errors import LayerNotFoundError, MutationError
 from scio_recorder.layer import RowIdx, describe, few, map_leaves
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.offers import nearest
-from scio_recorder.tensors.copies import dtype_name
 from scio_recorder.tensors.ownership import HeldTensor, holder
+from scio_recorder.tensors.properties import dtype_name
 
 # Several threads may read the same records for the first time.
 _BUILDING = threading.RLock()

@@ -18,7 +18,7 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import signature_of, takes, usable_device
-from scio_recorder.tensors.copies import dtype_name
+from scio_recorder.tensors.properties import dtype_name
 from scio_recorder.tensors.structures import Apart, holder_out_of_sight, tensors
 
 _SHOWN = 8
@@ -288,7 +288,7 @@ def refuse_unkeepable(layer: Layer, apart: Apart, searched: set[object]) -> None
             f"layer {layer} returns a {type(apart.value).__name__}, which can be read only once, "
             "and the network reads it: record the layers inside this one"
         )
-    key = (layer.label, *[type(part.held) for part in apart.shared])
+    key = (layer.label, *[type(part.value) for part in apart.shared])
     holder = None if key in searched else holder_out_of_sight(apart.shared)
     if holder is not None:
         raise UnsupportedNetError(

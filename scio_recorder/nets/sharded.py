@@ -44,8 +44,8 @@ from scio_recorder.layer import DepthIdx, RowIdx, Shard
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.copies import is_dense
 from scio_recorder.tensors.private_distributed import FSDP, fsdp_modules, loaded
+from scio_recorder.tensors.properties import is_dense
 from scio_recorder.tensors.structures import tensors
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "c10d")

@@ -11,12 +11,10 @@ With any hook, autograd does not check versions. If no others are active, ours d
 from __future__ import annotations
 
 import inspect
-import traceback
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -45,8 +43,6 @@ _CHANGED = (
     "operation: write that operation out of place, or run the forward and the backward pass inside "
     "torch.autograd.graph.allow_mutation_on_saved_tensors()"
 )
-# Frames between a hook on saved tensors and the code of torch that saves the inputs of a region.
-_NUM_FRAMES = 5
 
 
 class SavedTensors:
@@ -176,7 +172,7 @@ class _Packer:
             or tensor.numel() == 0
             or any(isinstance(owner, nn.Parameter) for owner in owners)
             or private.memory_of(tensor) in self._own
-            or _is_input_of_a_region()
+            or private.is_saving_inputs_of_a_region()
         )
 
 
@@ -192,12 +188,6 @@ def _modules_of(architecture: Architecture, labels: set[RowIdx]) -> set[nn.Modul
             )
         found.add(layer.module)
     return found
-
-
-def _is_input_of_a_region() -> bool:
-    """Whether checkpointing itself is saving the inputs of its re-run."""
-    callers = islice(traceback.walk_stack(None), _NUM_FRAMES)
-    return any(frame.f_code.co_filename == checkpoint.__file__ for frame, _ in callers)
 
 
 def _usable_device(device: torch.device | str | None) -> torch.device | None:

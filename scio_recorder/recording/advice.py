@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError, CollectWarning, RecorderError, caught_as, warn
+from scio_recorder.interpreter import objects_in
 from scio_recorder.layer import few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
@@ -18,7 +19,7 @@ from scio_recorder.recording.feed import counting_tensor
 from scio_recorder.recording.options import CollectOptions
 from scio_recorder.recording.rows import Source, advice_on_lists
 from scio_recorder.tensors.arguments import signature_of
-from scio_recorder.tensors.copies import dtype_name
+from scio_recorder.tensors.properties import dtype_name
 
 _LABELS = {"label", "labels", "target", "targets", "y"}
 # Layers that drop at random, including those of other libraries, by words in the names of their
@@ -292,12 +293,10 @@ def _refused(net: nn.Module, inputs: Inputs) -> str:
 def _failing_layer(error: Exception, architecture: Architecture) -> str:
     """Return the innermost module of the net that was running, from the traceback."""
     rows = {id(row.module): row for row in architecture.values() if row.module is not None}
-    running, trace = None, error.__traceback__
-    while trace is not None:
-        running = rows.get(id(trace.tb_frame.f_locals.get("self")), running)
-        trace = trace.tb_next
-    if running is None:
+    layers = [row for part in objects_in(error.__traceback__) if (row := rows.get(id(part)))]
+    if not layers:
         return ""
+    running = layers[-1]
     calls = architecture.labels_of(running.name)
     # For a module that runs several times, the failed call is unknown.
     return str(running) if len(calls) <= 1 else f"{running.name} ({running.type_name})"

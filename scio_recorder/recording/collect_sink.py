@@ -28,8 +28,10 @@ from scio_recorder.stores.buffers import NoRoomError
 from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.stores.disk_format.tensor_file import expect
 from scio_recorder.stores.kept_inputs import KeptCall, KeptCalls
-from scio_recorder.tensors.copies import gathered, has_samples, version_of, without_lazy_sign
+from scio_recorder.tensors.arithmetic import without_lazy_sign
+from scio_recorder.tensors.copies import gathered
 from scio_recorder.tensors.digests import WeightDigests, digest_of
+from scio_recorder.tensors.properties import has_samples, version_of
 from scio_recorder.tensors.structures import tensors
 
 

@@ -18,7 +18,7 @@ from scio_recorder.layer import Layer, RowIdx, TensorSpec, few, text_of
 from scio_recorder.nets.selection import by_selector, selector_for
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
 from scio_recorder.tensors.arguments import floating_or_none, takes, whole
-from scio_recorder.tensors.copies import dtype_name
+from scio_recorder.tensors.properties import dtype_name
 
 # A recorder imports this module for the signatures of its methods, and no more of this room.
 if TYPE_CHECKING:

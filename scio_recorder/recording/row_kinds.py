@@ -26,8 +26,8 @@ from scio_recorder.errors import CollectError
 from scio_recorder.recording.rows import BatchRows, Fields, Name, Rows, Source, advice_on_lists
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import signature_of
-from scio_recorder.tensors.copies import version_of
 from scio_recorder.tensors.digests import digest_of
+from scio_recorder.tensors.properties import version_of
 from scio_recorder.tensors.structures import tensors
 
 # Arguments of forward, and entries of its output, by which libraries hand over the results of

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from scio_recorder.errors import CollectError, RecorderError, raised_by
 from scio_recorder.layer import Layer, counted
 from scio_recorder.nets.records import Inputs
-from scio_recorder.tensors.copies import is_dense
+from scio_recorder.tensors.properties import is_dense
 
 # A key or attribute of the batch, an argument of forward, or a function of the batch.
 Name: TypeAlias = str | Callable[[Any], Any]

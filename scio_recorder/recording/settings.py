@@ -18,7 +18,7 @@ from scio_recorder.layer import RowIdx, text_of
 from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.base import Reductions, SampleReduction, of_each, several
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import dtype_name
+from scio_recorder.tensors.properties import dtype_name
 
 
 def made_with(net: nn.Module) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from scio_recorder.recording.settings import in_words
 from scio_recorder.recording.statistics import summarise
 from scio_recorder.reductions.base import several
 from scio_recorder.tensors.arguments import whole
-from scio_recorder.tensors.copies import dtype_name
+from scio_recorder.tensors.properties import dtype_name
 
 if TYPE_CHECKING:
     import pandas as pd

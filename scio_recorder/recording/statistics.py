@@ -34,8 +34,9 @@ from scio_recorder.reductions import (
 from scio_recorder.reductions.alive import unit_dimension
 from scio_recorder.reductions.base import as_floats, num_true, several
 from scio_recorder.reductions.distributions import widened
-from scio_recorder.tensors.copies import dtype_name, with_float64
+from scio_recorder.tensors.arithmetic import with_float64
 from scio_recorder.tensors.processes import one_thread
+from scio_recorder.tensors.properties import dtype_name
 from scio_recorder.tensors.structures import tensors
 
 # The scalars of all values, and of units.

@@ -16,15 +16,9 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError, raised_by
 from scio_recorder.layer import counted
-from scio_recorder.tensors.arithmetic import undisturbed
-from scio_recorder.tensors.copies import (
-    DTYPES,
-    dtype_name,
-    gathered,
-    has_samples,
-    with_float64,
-    without_lazy_sign,
-)
+from scio_recorder.tensors.arithmetic import undisturbed, with_float64, without_lazy_sign
+from scio_recorder.tensors.copies import gathered
+from scio_recorder.tensors.properties import DTYPES, dtype_name, has_samples
 from scio_recorder.tensors.structures import map_tensors
 
 _T = TypeVar("_T")

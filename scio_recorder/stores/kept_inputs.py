@@ -22,8 +22,8 @@ from scio_recorder.nets.state.moment import Moment
 from scio_recorder.stores.disk_format.medium import parsing
 from scio_recorder.stores.disk_format.reader import KeptBatches, KeptReader, Packed, RunReader
 from scio_recorder.stores.disk_format.tensor_file import JSON, entries, expect
-from scio_recorder.tensors.copies import DTYPES, dtype_name, is_plain
 from scio_recorder.tensors.digests import digest_of
+from scio_recorder.tensors.properties import DTYPES, dtype_name, is_plain
 from scio_recorder.tensors.structures import flatten, fold
 
 # The most bytes between elements of a view that are allocated to restore its strides.

@@ -1,4 +1,4 @@
-"""Arithmetic whose precision the caller's modes don't change."""
+"""Arithmetic whose precision neither the caller's modes nor lazy signs nor devices change."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 
 def float32_products_are_exact(device: torch.device) -> bool:
@@ -32,3 +33,29 @@ def undisturbed(device_type: str) -> Iterator[None]:
     autocast = torch.autocast(device_type, enabled=False) if is_mixed else contextlib.nullcontext()
     with torch.inference_mode(False), torch.no_grad(), autocast:
         yield
+
+
+def without_lazy_sign(tensor: Tensor) -> Tensor:
+    """Return a tensor without a sign that torch applies only where numbers are read.
+
+    Torch forgets such a sign where it copies from float32 to float16 or back.
+
+    Examples
+    --------
+    >>> parts = torch.tensor([1 + 2j]).conj().imag
+    >>> parts.is_neg(), without_lazy_sign(parts).is_neg()
+    (True, False)
+    """
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def with_float64(tensor: Tensor) -> Tensor:
+    """Return a tensor on a device that has float64: from one of Apple's GPUs, a copy on the CPU.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> with_float64(x) is x
+    True
+    """
+    return tensor.cpu() if tensor.device.type == "mps" else tensor

@@ -1,205 +1,28 @@
-"""Small tools for single tensors: kinds, names of dtypes, version counters, copies with strides."""
+"""Copies of tensors: with their strides, as arrays, and whether they have the same bits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.masked import MaskedTensor
 
-from scio_recorder.tensors import private
+from scio_recorder.tensors.properties import (
+    Version,
+    extent_of,
+    has_memory,
+    inner_tensors,
+    is_dense,
+    is_plain,
+    version_of,
+)
 
-# A number; of a wrapper, a tuple of its own and those of the tensors inside.
-Version: TypeAlias = Any
-_PLAIN = (Tensor, torch.nn.Parameter)
 # By the number of their bytes.
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Less than this many elements are compared by words of their own size.
 _FEW = 1 << 12
-
-
-def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors with the memory of one that may be a wrapper without memory of its own.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Any. Wrappers are ``DTensor``, ``MaskedTensor`` and other subclasses, also of each other.
-
-    Returns
-    -------
-    list of Tensor
-        The tensor alone if it is no wrapper, or doesn't say what is inside.
-
-    Examples
-    --------
-    >>> x = torch.ones(2)
-    >>> inner_tensors(x)[0] is x
-    True
-    """
-    if type(tensor) in _PLAIN or (names := _names_inside(tensor)) is None:
-        return [tensor]
-    # Other values, such as a mesh of devices, may be among them.
-    inside = [one for one in (getattr(tensor, name) for name in names) if isinstance(one, Tensor)]
-    return [inner for one in inside for inner in inner_tensors(one)] or [tensor]
-
-
-def _names_inside(tensor: Tensor) -> Iterable[str] | None:
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        names: list[str] = flatten()[0]
-        return names
-    try:
-        memory = tensor.untyped_storage()
-        if memory.device.type == "meta" or memory.nbytes() == 0 or memory.data_ptr():
-            return None
-    except RuntimeError:
-        # The memory that a wrapper seems to have can't be asked for.
-        pass
-    return list(getattr(tensor, "__dict__", ()))
-
-
-def version_of(tensor: Tensor) -> Version:
-    """Return the version counter, or -1 if there is none.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        One made in inference mode has no counter. A wrapper does not count what happens to the
-        tensors inside, so its version consists of several.
-
-    Examples
-    --------
-    >>> version_of(torch.zeros(1).add_(1))
-    1
-    """
-    if tensor.is_inference():
-        return -1
-    # Jagged tensors share the counter of their values.
-    inner = [tensor] if type(tensor) in _PLAIN or tensor.is_nested else inner_tensors(tensor)
-    if inner[0] is tensor:
-        return tensor._version
-    versions = [(id(one), version_of(one)) for one in inner]
-    return -1 if any(version == -1 for _, version in versions) else (tensor._version, *versions)
-
-
-def memories_of(tensor: Tensor) -> set[int]:
-    """Return ids of the memories of a tensor, valid while it lives; a wrapper has several."""
-    return {private.memory_of(inner) for inner in inner_tensors(tensor)}
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor, which may have been freed or resized, holds all of it.
-
-    Examples
-    --------
-    >>> x = torch.ones(2)
-    >>> before = has_memory(x)
-    >>> _ = x.untyped_storage().resize_(0)
-    >>> before, has_memory(x)
-    (True, False)
-    """
-    return all(map(_fits_its_memory, inner_tensors(tensor)))
-
-
-def _fits_its_memory(tensor: Tensor) -> bool:
-    try:
-        num_bytes = tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):
-        # Sparse and other layouts have none of their own.
-        return True
-    extent = tensor.numel() if tensor.is_nested else _extent(tensor)
-    start = 0 if tensor.is_nested else tensor.storage_offset()
-    return extent == 0 or (start + extent) * tensor.itemsize <= num_bytes
-
-
-def version_counter(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory that shares another one's version counter.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Any but one made in inference mode, which has no counter.
-
-    Returns
-    -------
-    torch.Tensor
-        Its ``_version`` is that of the other from then on.
-
-    Examples
-    --------
-    >>> x = torch.ones(2)
-    >>> counter = version_counter(x)
-    >>> before = counter._version
-    >>> _ = x.add_(1)
-    >>> counter._version - before, counter.numel()
-    (1, 0)
-    """
-    counter = tensor.detach()
-    counter.data = tensor.new_empty(0)
-    return counter
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor consists only of strided numbers in memory.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Any.
-
-    Returns
-    -------
-    bool
-        False for subclasses, sparse, quantised, nested, lazily conjugated and data-less tensors.
-    """
-    return (
-        type(tensor) in _PLAIN
-        and is_dense(tensor)
-        and tensor.device.type != "meta"
-        and not (tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor has a number at every place of a regular array.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Any.
-
-    Returns
-    -------
-    bool
-        False for sparse, nested and quantised tensors.
-
-    Examples
-    --------
-    >>> is_dense(torch.ones(2)), is_dense(torch.ones(2).to_sparse())
-    (True, False)
-    """
-    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-
-
-def has_samples(tensor: Tensor) -> bool:
-    """Whether a tensor can be kept or reduced sample by sample: a dense one without a mask.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Any.
-
-    Examples
-    --------
-    >>> has_samples(torch.ones(2)), has_samples(torch.ones(2).to_sparse())
-    (True, False)
-    """
-    return is_dense(tensor) and not isinstance(tensor, MaskedTensor)
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -229,20 +52,6 @@ def gathered(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         whole: Tensor = gather()
     return whole.detach()
-
-
-def without_lazy_sign(tensor: Tensor) -> Tensor:
-    """Return a tensor without a sign that torch applies only where numbers are read.
-
-    Torch forgets such a sign where it copies from float32 to float16 or back.
-
-    Examples
-    --------
-    >>> parts = torch.tensor([1 + 2j]).conj().imag
-    >>> parts.is_neg(), without_lazy_sign(parts).is_neg()
-    (True, False)
-    """
-    return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
 class StridedCopy:
@@ -285,7 +94,7 @@ class StridedCopy:
         self._shape = tensor.shape
         self._strides = tensor.stride()
         with torch.no_grad():
-            memory = tensor.detach().as_strided((_extent(tensor),), (1,))
+            memory = tensor.detach().as_strided((extent_of(tensor),), (1,))
             self.kept: Tensor = torch.empty(
                 memory.shape,
                 dtype=dtype or tensor.dtype,
@@ -309,18 +118,6 @@ class StridedCopy:
         memory = self.kept if kept is None else kept
         back = memory.to(self._device, self._dtype, non_blocking=memory.is_pinned())
         return back.as_strided(self._shape, self._strides)
-
-
-def with_float64(tensor: Tensor) -> Tensor:
-    """Return a tensor on a device that has float64: from one of Apple's GPUs, a copy on the CPU.
-
-    Examples
-    --------
-    >>> x = torch.ones(2)
-    >>> with_float64(x) is x
-    True
-    """
-    return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
 def twin(tensor: Tensor) -> Tensor:
@@ -433,7 +230,7 @@ def _lies_together(tensor: Tensor) -> bool:
         is_plain(tensor)
         and tensor.is_contiguous()
         and tensor.itemsize in _WORDS
-        and _fits_its_memory(tensor)
+        and has_memory(tensor)
     )
 
 
@@ -456,12 +253,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return dense.contiguous().as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
-def _extent(tensor: Tensor) -> int:
-    """Return the number of elements in memory from a tensor's first to its last."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
-
-
 def to_array(samples: Tensor) -> NDArray[Any]:
     """Return samples as an array; dtypes that NumPy lacks are widened."""
     tensor = samples[:].detach().cpu().resolve_conj().resolve_neg()
@@ -470,30 +261,3 @@ def to_array(samples: Tensor) -> NDArray[Any]:
     except TypeError:
         wide = torch.complex64 if tensor.is_complex() else torch.float32
         return tensor.to(wide).numpy()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype.
-
-    Parameters
-    ----------
-    dtype : torch.dtype
-        Any.
-
-    Returns
-    -------
-    str
-        A key of `DTYPES`.
-
-    Examples
-    --------
-    >>> dtype_name(torch.float), DTYPES["float32"]
-    ('float32', torch.float32)
-    """
-    return str(dtype).removeprefix("torch.")
-
-
-# Every dtype of this version of torch, by name.
-DTYPES = {
-    dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-}

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.copies import as_bytes, has_memory, is_plain, version_of
+from scio_recorder.tensors.copies import as_bytes
+from scio_recorder.tensors.properties import has_memory, is_plain, version_of
 from scio_recorder.tensors.structures import tensors
 
 # A piece of host memory stays in the cache of the processor. Other devices transfer large pieces

@@ -17,7 +17,6 @@ memory in the place of a tensor, and the tensor that comes back has the original
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +29,9 @@ from torch.nn import Parameter
 from torch.utils import swap_tensors
 
 from scio_recorder.errors import UnsupportedTorchError
+from scio_recorder.interpreter import num_references
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import Version, has_memory, inner_tensors, version_of
+from scio_recorder.tensors.properties import Version, has_memory, inner_tensors, version_of
 
 # The version that no tensor has.
 _LOST = -2
@@ -270,7 +270,7 @@ def _is_held_alone(held: HeldTensor) -> bool:
         return False
     fresh = _holders_of_fresh(private.base_of(tensor) is not None, tensor.requires_grad)
     del tensor
-    if (sys.getrefcount(held.tensor), _holders(held.tensor)) != fresh:
+    if (num_references(held.tensor), _holders(held.tensor)) != fresh:
         return False
     # Unknown code may hold memory that torch did not allocate, or that processes share.
     memory = held.tensor.untyped_storage()
@@ -282,14 +282,14 @@ def _holders(tensor: Tensor, own_references: int = 0) -> tuple[int, ...]:
     base = private.base_of(tensor)
     based = (0, 0)
     if base is not None:
-        based = sys.getrefcount(base) - own_references, private.use_count(base)
+        based = num_references(base) - own_references, private.use_count(base)
     uses = 0 if tensor.requires_grad else private.use_count(tensor)
     storages = private.storage_uses(tensor)
     if base is not None and private.keeps_its_result(base):
         # The graph holds the memory itself, unless hooks replace it.
         storages -= private.active_saved_tensors_hooks() is None
     # Python has one object for each storage.
-    storage_references = 0 if storages < 0 else sys.getrefcount(tensor.untyped_storage())
+    storage_references = 0 if storages < 0 else num_references(tensor.untyped_storage())
     weak = weakref.getweakrefcount(tensor)
     return weak, uses, *based, storages, storage_references
 
@@ -301,7 +301,7 @@ def _holders_of_fresh(is_view: bool, is_on_graph: bool) -> tuple[int, tuple[int,
     def count() -> tuple[int, tuple[int, ...]]:
         start = torch.ones(1, device="cpu", requires_grad=is_on_graph)
         held = HeldTensor((start * 2).view(1, 1) if is_view else start * 2)
-        return sys.getrefcount(held.tensor), _holders(held.tensor)
+        return num_references(held.tensor), _holders(held.tensor)
 
     # The caller's modes don't act in another thread.
     with ThreadPoolExecutor(max_workers=1) as pool:

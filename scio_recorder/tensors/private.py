@@ -24,16 +24,18 @@ import platform
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from scio_recorder.errors import UnsupportedTorchError, warn
+from scio_recorder.interpreter import frame_around, lines_on_stack, running, stack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -146,8 +148,8 @@ def runs_twice(region_of: Callable[[FrameType], Any]) -> bool:
     """Whether both runs of a checkpointed region find the same object on the stack."""
 
     def nearest() -> Any:
-        frames = (caller.frame for caller in inspect.stack(0))
-        return next(found for frame in frames if (found := region_of(frame)) is not None)
+        regions = map(region_of, stack())
+        return next(region for region in regions if region is not None)
 
     (first, is_first_again), (second, is_second_again) = _in_both_runs(nearest)
     return first is second and not is_first_again and is_second_again
@@ -182,6 +184,7 @@ def counts_aliases(count: Callable[[Tensor], int]) -> bool:
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 warn_if_untested(_VERSION)
 _CHECKPOINTING = "activation checkpointing"
+_FRAMES_AROUND_HOOK = 7
 
 
 # -- the backward pass -----------------------------------------------------------------------------
@@ -252,6 +255,40 @@ def checkpointed_region(frame: FrameType) -> tuple[Any, bool] | None:
     return None
 
 
+class Region(NamedTuple):
+    """A checkpointed call around the caller."""
+
+    kept: Any  # the object that the graph keeps of it
+    is_rerun: bool
+    is_reentrant: bool
+
+
+def regions_around(outermost: Collection[CodeType] = ()) -> list[Region]:
+    """Return the checkpointed calls around the caller, innermost first, up to some functions."""
+    regions: list[Region] = []
+    for frame in stack():
+        if frame.f_code in outermost:
+            break
+        region = _region_of(frame)
+        if region is not None:
+            regions.append(region)
+    return regions
+
+
+def _region_of(frame: FrameType) -> Region | None:
+    code = frame.f_code
+    if code.co_name in ("forward", "backward"):
+        # A static method of an autograd function, not a method of a module.
+        first = code.co_varnames[0] if code.co_argcount else "self"
+        context = None if first == "self" else frame.f_locals.get(first)
+        if isinstance(context, torch.autograd.function.FunctionCtx):
+            return Region(context, code.co_name == "backward", is_reentrant=True)
+    elif code.co_filename == torch.utils.checkpoint.__file__:
+        held = checkpointed_region(frame)
+        return None if held is None else Region(*held, is_reentrant=False)
+    return None
+
+
 @tried("torch.utils.checkpoint._checkpoint_hook", _CHECKPOINTING, saves_twice)
 def region_that_saves() -> Any:
     """Return the region whose hook on saved tensors is active; None for any other hook."""
@@ -265,6 +302,13 @@ def region_that_saves() -> Any:
         if isinstance(value, torch.utils.checkpoint._CheckpointFrame):
             return value
     raise unsupported(_CHECKPOINTING, "the hook of torch.utils.checkpoint")
+
+
+def is_saving_inputs_of_a_region() -> bool:
+    """Whether a hook on saved tensors is called because a re-run will need the inputs."""
+    # Torch's own code lies a few calls around the hook.
+    lines = [*islice(lines_on_stack(), _FRAMES_AROUND_HOOK)]
+    return any(file == torch.utils.checkpoint.__file__ for file, _ in lines)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -472,11 +516,22 @@ def called_module() -> nn.Module | None:
     A shallow copy of a module, such as a replica of ``DataParallel``, calls what is set in place of
     the call of its original.
     """
-    frame = sys._getframe(2)
+    frame = frame_around(2)
     if frame.f_code is nn.Module._wrapped_call_impl.__code__:
         module: nn.Module = frame.f_locals["self"]
         return module
     return None
+
+
+def running_modules() -> Iterator[tuple[Any, FrameType | None]]:
+    """Yield each running call of a module, innermost first: the module, and who calls it.
+
+    A call may appear several times, since it consists of several functions of torch.
+    """
+    file = nn.Module.__call__.__code__.co_filename
+    for frame in stack():
+        if frame.f_code.co_filename == file:
+            yield frame.f_locals.get("self"), frame.f_back
 
 
 @needs("Module._call_impl", "watching")
@@ -495,12 +550,12 @@ def is_in_compiled_function(outermost: Collection[CodeType] = ()) -> bool:
     """Whether what ``torch.compile`` has made calls the caller, inside any of some functions."""
     compiler = sys.modules.get(DYNAMO)
     made = getattr(compiler, "OptimizeContext", ())
-    frame = inspect.currentframe() if made else None
-    while frame is not None and frame.f_code not in outermost:
+    for frame in stack() if made else ():
+        if frame.f_code in outermost:
+            break
         is_wrapper = frame.f_code.co_filename == getattr(compiler, "__file__", None)
         if is_wrapper and isinstance(frame.f_locals.get("self"), made):
             return True
-        frame = frame.f_back
     return False
 
 
@@ -557,14 +612,13 @@ def generation_in(generate: Callable[..., Any]) -> tuple[str, int] | None:
     None if it does not run inside that function of transformers. To the network, several sequences
     for one prompt look like several prompts: only the configuration shows the difference.
     """
-    code, frame = inspect.unwrap(generate).__code__, inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    if frame is None:
+    function = running((inspect.unwrap(generate).__code__,))
+    if function is None:
         return None
+    _, variables = function
     try:
-        config = frame.f_locals["generation_config"]
-        mode = config.get_generation_mode(frame.f_locals["assistant_model"])
+        config = variables["generation_config"]
+        mode = config.get_generation_mode(variables["assistant_model"])
         return str(getattr(mode, "value", mode)), config.num_return_sequences or 1
     except (KeyError, AttributeError) as error:
         raise unsupported("rows= around generate", "GenerationMixin.generate") from error

@@ -8,7 +8,6 @@ called when a structure is built again: many check or compute things that hold o
 from __future__ import annotations
 
 import dataclasses
-import gc
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from scio_recorder.interpreter import is_defined_in_python, referents
+
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
 # An object is opened if its attributes are taken apart, as those of a key-value cache are. These
@@ -44,6 +45,7 @@ _OPAQUE = (
     torch.Generator,
     torch.device,
     torch.dtype,
+    torch.Size,
     str,
     bytes,
     int,
@@ -55,17 +57,17 @@ _OPAQUE = (
 # What refers to the memory of tensors, unseen.
 _HIDING = (torch.UntypedStorage, memoryview, torch.Future)
 
-# Built-in bases in the order in which they are tried: each creates and fills its own subclasses.
-_DICTS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
-_CONTAINERS: tuple[Any, ...] = (*_DICTS, list, SimpleNamespace)
+# Built-in containers that can be filled, in the order in which they are tried: each creates and
+# fills its own subclasses.
+MAPPINGS: tuple[Any, ...] = (OrderedDict, defaultdict, dict)
+COLLECTIONS: tuple[Any, ...] = (list, deque, set)
+_BASES = (*MAPPINGS, *COLLECTIONS, SimpleNamespace)
 # Views of dictionaries: the kind of dictionary, and the name of the method.
 _VIEWS: dict[type, tuple[Any, str]] = {
     type(getattr(base(), name)()): (base, name)
     for base in (dict, OrderedDict)
     for name in ("keys", "values", "items")
 }
-# CPython's flag of classes that are made while a program runs (Py_TPFLAGS_HEAPTYPE).
-_HEAP_TYPE = 1 << 9
 # Weak references, and what makes them.
 _WEAK: dict[type, Callable[[Any], Any]] = {
     weakref.ref: weakref.ref,
@@ -241,7 +243,7 @@ def _fields_of(value: Any) -> Iterable[tuple[str, Any]]:
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
-def holder_out_of_sight(shared: Iterable[Shared]) -> Any:
+def holder_out_of_sight(shared: Iterable[SharedPart]) -> Any:
     """Return a part that holds tensors which :func:`flatten` does not find; None if none does.
 
     Such parts are functions with a closure, bound methods, ``functools.partial``, iterators, and
@@ -265,7 +267,7 @@ def holder_out_of_sight(shared: Iterable[Shared]) -> Any:
     >>> holder_out_of_sight(taken_apart((torch.ones(2), torch.ones(2).sum)).shared)
     <built-in method sum of Tensor object at ...>
     """
-    return next((part.holder for part in shared if _leads_to(part.held, Tensor)), None)
+    return next((part.container for part in shared if _leads_to(part.value, Tensor)), None)
 
 
 def _leads_to(value: Any, kind: type, made: Mapping[int, tuple[Any, Any]] | None = None) -> bool:
@@ -273,14 +275,14 @@ def _leads_to(value: Any, kind: type, made: Mapping[int, tuple[Any, Any]] | None
     seen: dict[int, Any] = {}
     todo = [value]
     while todo:
-        one = todo.pop()
-        old, new = (made or {}).get(id(one), (one, one))
+        part = todo.pop()
+        old, new = (made or {}).get(id(part), (part, part))
         # By `type`, and not `isinstance`: some objects claim to have another class.
-        if issubclass(type(one), (kind, *_HIDING)) or old is not new:
+        if issubclass(type(part), (kind, *_HIDING)) or old is not new:
             return True
-        if id(one) not in seen:
-            seen[id(one)] = one
-            todo += _referents(one)
+        if id(part) not in seen:
+            seen[id(part)] = part
+            todo += _referents(part)
     return False
 
 
@@ -291,7 +293,7 @@ def _referents(value: Any) -> list[Any]:
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
     if kind in _WEAK:
         return [_referent(value)]
-    return [] if issubclass(kind, _OPAQUE) else gc.get_referents(value)
+    return [] if issubclass(kind, _OPAQUE) else referents(value)
 
 
 def _referent(reference: Any) -> Any:
@@ -308,7 +310,7 @@ def is_opened(value: Any) -> bool:
     if value is None or isinstance(value, Tensor):
         return False
     functions = FunctionType, BuiltinFunctionType, MethodType
-    return not isinstance(value, (torch.Size, *functions, *_OPAQUE))
+    return not isinstance(value, (*functions, *_OPAQUE))
 
 
 class Apart(NamedTuple):
@@ -317,17 +319,17 @@ class Apart(NamedTuple):
     value: Any
     leaves: list[Tensor]
     rebuild: Rebuild
-    shared: list[Shared]
+    shared: list[SharedPart]
 
 
-class Shared(NamedTuple):
-    """What a copy of a structure shares with it, and what holds that.
+class SharedPart(NamedTuple):
+    """A value that a copy of a structure shares with it, and what contains that.
 
-    A dictionary holds its keys, anything else itself.
+    A dictionary contains its keys, anything else itself.
     """
 
-    holder: Any
-    held: Any
+    container: Any
+    value: Any
 
 
 class _Slot(NamedTuple):
@@ -353,7 +355,7 @@ class _Copy:
         self._replace = replace
         # By the id of the old object, which is held, so that no other object takes its id.
         self._made: dict[int, tuple[Any, Any]] = {}
-        self.shared: list[Shared] = []
+        self.shared: list[SharedPart] = []
 
     def of(self, value: Any, is_inside: bool = False) -> Any:
         """Return the copy of a part; ``is_inside`` an opened object or not."""
@@ -370,38 +372,27 @@ class _Copy:
         if id(value) not in self._made:
             new = self._container(value, is_inside)
             if new is value:
-                self.shared.append(Shared(value, value))
+                self.shared.append(SharedPart(value, value))
             # It may have been made while its parts were.
             self._made.setdefault(id(value), (value, new))
         return self._made[id(value)][1]
 
     def _container(self, value: Any, is_inside: bool) -> Any:
         kind = type(value)
-        if kind is torch.Size:
-            return value
-        if isinstance(value, tuple) or kind in (set, frozenset):
+        if isinstance(value, tuple) or kind is frozenset:
             parts = [self.of(item, is_inside) for item in value]
             # torch.return_types.* are struct sequences, built from an iterable by their own type.
-            if kind in (tuple, set, frozenset) or hasattr(kind, "n_sequence_fields"):
+            if kind in (tuple, frozenset) or hasattr(kind, "n_sequence_fields"):
                 return kind(parts)
             return self._with_attributes(tuple.__new__(kind, parts), value, is_inside)
         if isinstance(value, np.ndarray):
             # The collector does not see what an array of objects holds.
-            self.shared.append(Shared(value, value.tolist()))
+            self.shared.append(SharedPart(value, value.tolist()))
             return value.copy()
         if kind in _VIEWS:
             base, name = _VIEWS[kind]
             return getattr(self.of(base(value.mapping), is_inside), name)()
-        if kind is deque:
-            # It can hold itself, so it takes its place before it is filled.
-            new = self._started(value, deque(maxlen=value.maxlen))
-            new.extend(self.of(item, is_inside) for item in value)
-            return new
         return self._object(value, is_inside)
-
-    def _started(self, old: Any, new: Any) -> Any:
-        self._made[id(old)] = old, new
-        return new
 
     def _object(self, value: Any, is_inside: bool) -> Any:
         kind: Any = type(value)
@@ -415,16 +406,19 @@ class _Copy:
             if not (is_plain and (may_fill or _leads_to(value, self._kind, self._made))):
                 return value
         try:
-            new = self._started(value, base.__new__(kind))
+            new = base.__new__(kind)
         except TypeError:
             return value  # a type of an extension, such as a lock: it keeps its state out of sight
-        if base is list:
-            list.extend(new, (self.of(item, is_inside) for item in list.__iter__(value)))
-        if base in _DICTS:
-            # Read by the base's method: transformers' ModelOutput overrides access by key.
-            for key, item in base.items(value):
-                base.__setitem__(new, key, self.of(item, is_inside))
-                self.shared.append(Shared(value, key))
+        # It may contain itself, so it takes its place before it is filled.
+        self._made[id(value)] = value, new
+        if base is deque:
+            deque.__init__(new, (), value.maxlen)
+        # Read by the base's methods: transformers' ModelOutput overrides access by key.
+        if base in MAPPINGS:
+            refill(new, base, ((key, self.of(item, is_inside)) for key, item in base.items(value)))
+            self.shared += [SharedPart(value, key) for key in base.keys(value)]
+        elif base in COLLECTIONS:
+            refill(new, base, (self.of(item, is_inside) for item in base.__iter__(value)))
         return self._with_attributes(new, value, is_inside or not is_container)
 
     def _with_attributes(self, new: Any, old: Any, is_inside: bool) -> Any:
@@ -438,14 +432,41 @@ class _Copy:
                 object.__setattr__(new, name, self.of(getattr(old, name), is_inside))
         if isinstance(old, defaultdict):
             new.default_factory = old.default_factory
-            self.shared.append(Shared(old, old.default_factory))
+            self.shared.append(SharedPart(old, old.default_factory))
         return new
+
+
+def refill(container: Any, base: Any, items: Iterable[Any]) -> None:
+    """Give a container other items, whatever a class derived from it makes of that.
+
+    Parameters
+    ----------
+    container : Any
+        A container.
+    base : type
+        One of `MAPPINGS` or `COLLECTIONS`, of which it is, or is derived from.
+    items : iterable
+        Its items, for a mapping pairs.
+
+    Examples
+    --------
+    >>> numbers = [1, 2]
+    >>> refill(numbers, list, (3, 4))
+    >>> numbers
+    [3, 4]
+    """
+    base.clear(container)
+    for item in items:
+        if base in MAPPINGS:
+            base.__setitem__(container, *item)
+        else:
+            (base.add if base is set else base.append)(container, item)
 
 
 def _can_be_filled(value: Any) -> bool:
     """Whether an object has containers, as an empty key-value cache does."""
-    own = getattr(value, "__dict__", {}).values()
-    return any(isinstance(item, list | dict | set | deque) for item in own)
+    attributes = getattr(value, "__dict__", {}).values()
+    return any(isinstance(item, (*MAPPINGS, *COLLECTIONS)) for item in attributes)
 
 
 @lru_cache(4096)
@@ -471,10 +492,10 @@ def slots(kind: type) -> tuple[str, ...]:
 @lru_cache(4096)
 def _base_of(kind: type) -> Any:
     """Return the built-in container that a class is, or is derived from; ``object`` if none."""
-    return next((base for base in _CONTAINERS if issubclass(kind, base)), object)
+    return next((base for base in _BASES if issubclass(kind, base)), object)
 
 
 def _is_plain_kind(kind: type) -> bool:
     """Whether instances consist only of their attributes, so that copying these copies them."""
     # All bases must be defined in Python: other classes keep state that can't be seen.
-    return all(base.__flags__ & _HEAP_TYPE for base in kind.__mro__[:-1])
+    return all(is_defined_in_python(base) for base in kind.__mro__[:-1])

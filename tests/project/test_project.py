@@ -48,6 +48,7 @@ CORE = (
     "layer",
     "tensors",
     "errors",
+    "interpreter",
 )
 HOUSE = UPPER_STOREY + CORE
 # The only files of the core that import from above, inside their functions.
@@ -364,8 +365,15 @@ DE_FACTO_PUBLIC = {"_parameters", "_buffers", "_modules", "_version", "_make", "
 ATEN = {"_local_scalar_dense"}  # an operator, not a name of the library around it
 OTHERS = {"lightning.py": {"_batches_that_stepped"}, "torchinfo.py": {"_cached_forward_pass"}}
 PRIVATE = {
-    PACKAGE / f"tensors/{name}.py"
-    for name in ("private", "private_examples", "private_distributed")
+    PACKAGE / f"{name}.py"
+    for name in ("interpreter", "tensors/private", "tensors/private_distributed")
+}
+# What looks into the interpreter: attributes, functions and modules.
+FRAMES = re.compile(r"(f|tb|gi|cr|ag)_(back|builtins|code|frame|globals|lasti|lineno|locals|next)")
+INTERPRETER = {
+    *("dis", "gc.get_objects", "gc.get_referents", "gc.get_referrers", "inspect.currentframe"),
+    *("inspect.stack", "inspect.trace", "sys.getrefcount", "sys.setprofile", "sys.settrace"),
+    *("traceback.walk_stack", "traceback.walk_tb"),
 }
 
 
@@ -384,27 +392,58 @@ def names_defined_in(file: Path) -> set[str]:
 OWN_NAMES = set[str]().union(*map(names_defined_in, set(FILES) - PRIVATE))
 
 
+def is_private(node: ast.Attribute, own: set[str]) -> bool:
+    is_of_frames = FRAMES.fullmatch(node.attr) or ast.unparse(node) in INTERPRETER
+    return bool(is_of_frames or (re.match(r"_[a-zA-Z]", node.attr) and node.attr not in own))
+
+
 def private_names_of_others(file: Path) -> list[str]:
-    allowed = OWN_NAMES | DE_FACTO_PUBLIC | ATEN | OTHERS.get(file.name, set())
+    own = OWN_NAMES | DE_FACTO_PUBLIC | ATEN | OTHERS.get(file.name, set())
     attributes = [
         f"{name_of(file)}:{node.lineno}: {ast.unparse(node)}"
         for node in ast.walk(tree_of(file))
-        if isinstance(node, ast.Attribute)
-        and re.match(r"_[a-zA-Z]", node.attr)
-        and node.attr not in allowed
+        if isinstance(node, ast.Attribute) and is_private(node, own)
     ]
     return attributes + [
         f"{name_of(file)}:{line}: {module}.{name}"
         for module, name, line in imported(file)
         if module.partition(".")[0] != "scio_recorder"
-        and re.search(r"\._[a-z]", f"{module}.{name}")
+        and (
+            re.search(r"\._[a-z]", f"{module}.{name}") or {module, f"{module}.{name}"} & INTERPRETER
+        )
     ]
 
 
 def test_private_names_of_others_are_in_one_file() -> None:
     others = set(FILES) - PRIVATE
     found = [name for file in others for name in private_names_of_others(file)]
-    assert not found, "give these a function in tensors/private.py"
+    assert not found, "give these a function in tensors/private.py or interpreter.py"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import dis",
+        "from gc import get_referrers",
+        "import sys; sys._getframe(1)",
+        "import sys; sys.getrefcount(3)",
+        "from inspect import currentframe",
+        "import inspect; inspect.stack()",
+        "import traceback; traceback.walk_stack(None)",
+        "import gc; gc.get_objects()",
+        *(f"frame.{name}" for name in ("f_back", "f_code", "f_lasti", "f_locals", "f_globals")),
+        "error.__traceback__.tb_frame",
+        "f().x.f_back",
+        "import torch._dynamo",
+        "tensor._use_count()",
+    ],
+)
+def test_private_names_are_found(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    (tmp_path / "planted.py").write_text(line)
+    assert private_names_of_others(tmp_path / "planted.py")
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

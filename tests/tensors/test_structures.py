@@ -67,6 +67,14 @@ class Holding:
         self.held = held
 
 
+class OwnSet(set[Any]):
+    pass
+
+
+class OwnDeque(deque[Any]):
+    pass
+
+
 ONE = torch.tensor([1.0])
 
 STRUCTURES: list[tuple[Any, Any]] = [
@@ -82,6 +90,10 @@ STRUCTURES: list[tuple[Any, Any]] = [
     (Opaque(ONE), lambda v: v.inner["value"]),
     (Both(ONE), lambda v: v.slot),
     (SimpleNamespace(k=ONE), lambda v: v.k),
+    ({ONE}, lambda v: next(iter(v))),
+    (OwnSet([ONE]), lambda v: next(iter(v))),
+    (deque([ONE]), lambda v: v[0]),
+    (OwnDeque([ONE, 3], 2), lambda v: v[v.maxlen - 2]),
     ({"k": ONE}.values(), lambda v: next(iter(v))),
     ({"k": ONE}.items(), lambda v: dict(v)["k"]),
     (OrderedDict(k=ONE).values(), lambda v: next(iter(v))),
@@ -389,10 +401,6 @@ class Called:
         return self.held
 
 
-class OwnSet(set[Any]):
-    pass
-
-
 def closure(tensor: Tensor) -> Any:
     def inner() -> Tensor:
         return tensor
@@ -423,7 +431,6 @@ OUT_OF_SIGHT: dict[str, Any] = {
     "key": lambda t: {t: 1},
     "key of an ordered dictionary": lambda t: OrderedDict({(1, t): 1}),
     "factory": lambda t: defaultdict(closure(t)),
-    "set of its own kind": lambda t: OwnSet([t]),
     "iterator inside": lambda t: (iter([t]), 1),
     "cache": cached,
     "queue": queued,

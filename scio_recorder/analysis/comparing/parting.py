@@ -31,7 +31,8 @@ from scio_recorder.layer import Layer, Operation, describe
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.operations import calling_line, is_unset
 from scio_recorder.nets.state.untouched import reached
-from scio_recorder.tensors.copies import Copies, memories_of
+from scio_recorder.tensors.copies import Copies
+from scio_recorder.tensors.properties import memories_of
 from scio_recorder.tensors.structures import tensors
 
 _CALL, _RETURN = "call of a module", "return"

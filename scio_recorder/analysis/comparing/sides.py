@@ -31,8 +31,9 @@ from scio_recorder.recording.settings import made_with
 from scio_recorder.reductions import Digest
 from scio_recorder.reductions.base import several
 from scio_recorder.stores.disk_tensor import bytes_of_row
-from scio_recorder.tensors.copies import Copies, gathered, is_plain, twin
+from scio_recorder.tensors.copies import Copies, gathered, twin
 from scio_recorder.tensors.digests import sample_digests
+from scio_recorder.tensors.properties import is_plain
 from scio_recorder.tensors.structures import Apart, map_tensors, taken_apart
 
 _SHOWN, _MOST_POSITIONS = 5, 15

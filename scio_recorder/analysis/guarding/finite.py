@@ -15,8 +15,8 @@ from scio_recorder.capture.own_code import ObservingMode
 from scio_recorder.layer import Layer, Operation, describe
 from scio_recorder.nets.operations import calling_line, is_unset
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import is_dense, version_of
 from scio_recorder.tensors.digests import plain_parts
+from scio_recorder.tensors.properties import is_dense, version_of
 from scio_recorder.tensors.structures import tensors
 
 KINDS = ("nan", "inf")

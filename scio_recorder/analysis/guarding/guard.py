@@ -10,7 +10,6 @@ its first hook: a call whose frame is not on the stack any more has ended, and s
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_oth
 from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.capture.own_code import run_in_mode
 from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
+from scio_recorder.interpreter import frame_around, is_called_in
 from scio_recorder.layer import Layer, counted
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import takes_hooks
@@ -206,7 +206,7 @@ class _GuardedCalls:
         """Examine the inputs of a call that begins, since the module may work in place."""
         checks, local = self.checks, self.checks.local
         # A frame that a variable of its own held would live until garbage is collected.
-        frame = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]  # a hook's caller
+        frame = frame_around(2)  # a hook's caller
         around = self.forget(frame)
         if around is None:
             self._begin_pass()
@@ -229,10 +229,7 @@ class _GuardedCalls:
         """Forget calls of which a frame is no part; return the innermost of which it is one."""
         calls = self.checks.local.calls
         while calls:
-            inner = frame
-            while inner is not None and inner is not calls[-1].frame:
-                inner = inner.f_back
-            if inner is not None:
+            if is_called_in(frame, calls[-1].frame):
                 return calls[-1]
             calls.pop().release()
         return None
@@ -242,7 +239,7 @@ class _GuardedCalls:
         checks, local = self.checks, self.checks.local
         if local.own_code is not None:
             local.own_code.is_paused = True
-        frame = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]  # a hook's caller
+        frame = frame_around(2)  # a hook's caller
         calls = local.calls
         if calls and calls[-1].frame is not frame:
             self.forget(frame)

@@ -13,16 +13,14 @@ looked for among all objects, which takes long and happens only if gradients are
 
 from __future__ import annotations
 
-import gc
 import inspect
 import weakref
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from scio_recorder.interpreter import all_of, running
 from scio_recorder.tensors.structures import tensors
 
 _ROOTS = {
@@ -58,7 +56,7 @@ class LossScaling:
         if not _is_loss_a_product():
             return False
         if not self._scalers:
-            self._scalers.update(_scalers())
+            self._scalers.update(all_of(GradScaler))
         scalers = [one for one in self._scalers if one.is_enabled() and one.get_scale() > 1]
         self.count_skipped()
         for scaler in scalers:
@@ -66,19 +64,13 @@ class LossScaling:
         return bool(scalers)
 
 
-def _scalers() -> Iterator[GradScaler]:
-    # Proxies of other libraries answer isinstance for the object behind them.
-    return (one for one in gc.get_objects() if issubclass(type(one), GradScaler))
-
-
 def _is_loss_a_product() -> bool:
     """Whether the differentiated tensor may be a scaled loss."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code not in _ROOTS:
-        frame = frame.f_back
-    if frame is None:
+    function = running(_ROOTS)
+    if function is None:
         # On a thread of another device, this is not known.
         return True
-    roots: Any = frame.f_locals.get(_ROOTS[frame.f_code])
+    code, variables = function
+    roots = variables.get(_ROOTS[code])
     nodes = [root.grad_fn for root in tensors(roots) if isinstance(root, Tensor)]
     return any(node is not None and node.name().startswith("Mul") for node in nodes)

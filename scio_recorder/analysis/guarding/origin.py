@@ -16,8 +16,8 @@ from scio_recorder.nets.state.moment import Moment
 from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
 from scio_recorder.stores.kept_inputs import Calls, KeptCall, KeptCalls
 from scio_recorder.stores.store import Held
-from scio_recorder.tensors.copies import is_plain
 from scio_recorder.tensors.digests import WeightDigests, digest_of
+from scio_recorder.tensors.properties import is_plain
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 Direction: TypeAlias = Literal["forward", "gradient"]

@@ -24,7 +24,6 @@ import linecache
 import math
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scio_recorder.errors import FlowError, UnsupportedTorchError
+from scio_recorder.interpreter import lines_on_stack
 from scio_recorder.nets import operations
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.nets.operations import (
@@ -360,8 +360,7 @@ def _shown(part: Any) -> str:
 
 def _lines_on_stack() -> Iterator[_CodeLine]:
     """Yield the net's lines on the stack, the innermost first, without those inside torch."""
-    for frame, line in traceback.walk_stack(None):
-        name = frame.f_code.co_filename
+    for name, line in lines_on_stack():
         is_internal = name.startswith(_TORCH) and not name.startswith(_TORCH_MODULES)
         if not is_internal and name not in _OWN:
             yield _CodeLine(name, line)

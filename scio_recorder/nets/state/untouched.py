@@ -27,7 +27,6 @@ import threading
 import types
 import weakref
 from array import array
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter, is_, itemgetter, setitem
@@ -50,9 +49,9 @@ from scio_recorder.nets.state.moment import (
     sampled,
 )
 from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.copies import Version, is_dense, is_plain, version_of
 from scio_recorder.tensors.private_distributed import fsdp_modules
-from scio_recorder.tensors.structures import slots
+from scio_recorder.tensors.properties import Version, is_dense, is_plain, version_of
+from scio_recorder.tensors.structures import COLLECTIONS, MAPPINGS, refill, slots
 
 # Objects of these packages are not a network's own, and may belong to other threads.
 _MACHINERY = (
@@ -73,7 +72,6 @@ _VALUES = (
 )
 # Types of keys of dictionaries that never change, and are names.
 _NAMES = frozenset((str, int))
-_MAPPINGS = (OrderedDict, dict)
 # A generator in between may have gone round in a loop.
 _AT_AN_END = (inspect.GEN_CREATED, inspect.GEN_CLOSED)
 _EMPTY = object()
@@ -184,16 +182,6 @@ def _set_member(value: Any, name: str, member: Any) -> None:
         object.__setattr__(value, name, member)
 
 
-def _refill(value: Any, base: Any, items: Iterable[Any]) -> None:
-    """Give a container its items again, whatever a class derived from it makes of that."""
-    base.clear(value)
-    for item in items:
-        if base in _MAPPINGS:
-            base.__setitem__(value, *item)
-        else:
-            (base.add if base is set else base.append)(value, item)
-
-
 def _set_array(value: np.ndarray[Any, Any], before: np.ndarray[Any, Any]) -> None:
     if value.flags.writeable and value.shape == before.shape:
         np.copyto(value, before)
@@ -201,9 +189,9 @@ def _set_array(value: np.ndarray[Any, Any], before: np.ndarray[Any, Any]) -> Non
 
 _PartsOf: TypeAlias = Callable[[Any], Iterable[tuple[Any, Any]]]
 _PARTS: tuple[tuple[Any, _PartsOf], ...] = (
-    (dict, dict.items),
+    (MAPPINGS, dict.items),
     (types.MappingProxyType, types.MappingProxyType.items),
-    ((list, tuple, set, frozenset, deque), enumerate),
+    ((*COLLECTIONS, tuple, frozenset), enumerate),
     (np.ndarray, lambda value: enumerate(value.flat) if value.dtype.hasobject else ()),
     (types.FunctionType, _of_function),
     ((types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType), _of_method),
@@ -259,8 +247,7 @@ def _kind(kind: type) -> _Kind:
     parts = [parts_of for base, parts_of in _PARTS if issubclass(kind, base)]
     members = [name for base, names in _MEMBERS if issubclass(kind, base) for name in names]
     members += slots(kind)
-    bases = (*_MAPPINGS, list, deque, set)
-    base = next((base for base in bases if issubclass(kind, base)), None)
+    base = next((base for base in (*MAPPINGS, *COLLECTIONS) if issubclass(kind, base)), None)
     if members:
         parts.append(lambda value: [(name, _member(value, name)) for name in members])
     is_script = issubclass(kind, torch.jit.ScriptModule)
@@ -398,7 +385,7 @@ class NetState:
             value, kind = one.value, _kind(_type(one.value))
             if kind.base is not None and id(value) not in noted_apart:
                 # The items, or the keys and the values.
-                mapped = kind.base.values(value) if kind.base in _MAPPINGS else ()
+                mapped = kind.base.values(value) if kind.base in MAPPINGS else ()
                 items = [*kind.base.__iter__(value)]
                 if items or type(value) is not kind.base:
                     self._containers.append((value, kind.base, items, [*mapped]))
@@ -459,7 +446,7 @@ class NetState:
                 or not all(map(is_, base.__iter__(value), items))
                 or (mapped and not all(map(is_, base.values(value), mapped)))
             ):
-                _refill(value, base, zip(items, mapped, strict=True) if mapped else items)
+                refill(value, base, zip(items, mapped, strict=True) if mapped else items)
         for value, name, member in self._members:
             if _member(value, name) is not member:
                 _set_member(value, name, member)

@@ -25,8 +25,8 @@ from torch import Tensor
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.medium import Medium, ReadAt, WriteAt, accessing, parsing
-from scio_recorder.tensors.copies import DTYPES, dtype_name
 from scio_recorder.tensors.processes import for_each
+from scio_recorder.tensors.properties import DTYPES, dtype_name
 
 JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
 Table: TypeAlias = Mapping[str, TensorSpec]

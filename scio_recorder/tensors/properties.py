@@ -1,0 +1,229 @@
+"""Properties of single tensors: what they consist of, their memory, version counters and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.masked import MaskedTensor
+
+from scio_recorder.tensors import private
+
+# A number; of a wrapper, a tuple of its own and those of the tensors inside.
+Version: TypeAlias = Any
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors with the memory of one that may be a wrapper without memory of its own.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any. Wrappers are ``DTensor``, ``MaskedTensor`` and other subclasses, also of each other.
+
+    Returns
+    -------
+    list of Tensor
+        The tensor alone if it is no wrapper, or doesn't say what is inside.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> inner_tensors(x)[0] is x
+    True
+    """
+    if type(tensor) in _PLAIN or (names := _names_inside(tensor)) is None:
+        return [tensor]
+    # Other values, such as a mesh of devices, may be among them.
+    inside = [one for one in (getattr(tensor, name) for name in names) if isinstance(one, Tensor)]
+    return [inner for one in inside for inner in inner_tensors(one)] or [tensor]
+
+
+def _names_inside(tensor: Tensor) -> Iterable[str] | None:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names: list[str] = flatten()[0]
+        return names
+    try:
+        memory = tensor.untyped_storage()
+        if memory.device.type == "meta" or memory.nbytes() == 0 or memory.data_ptr():
+            return None
+    except RuntimeError:
+        # The memory that a wrapper seems to have can't be asked for.
+        pass
+    return list(getattr(tensor, "__dict__", ()))
+
+
+def version_of(tensor: Tensor) -> Version:
+    """Return the version counter, or -1 if there is none.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        One made in inference mode has no counter. A wrapper does not count what happens to the
+        tensors inside, so its version consists of several.
+
+    Examples
+    --------
+    >>> version_of(torch.zeros(1).add_(1))
+    1
+    """
+    if tensor.is_inference():
+        return -1
+    # Jagged tensors share the counter of their values.
+    inner = [tensor] if type(tensor) in _PLAIN or tensor.is_nested else inner_tensors(tensor)
+    if inner[0] is tensor:
+        return tensor._version
+    versions = [(id(one), version_of(one)) for one in inner]
+    return -1 if any(version == -1 for _, version in versions) else (tensor._version, *versions)
+
+
+def version_counter(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory that shares another one's version counter.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any but one made in inference mode, which has no counter.
+
+    Returns
+    -------
+    torch.Tensor
+        Its ``_version`` is that of the other from then on.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> counter = version_counter(x)
+    >>> before = counter._version
+    >>> _ = x.add_(1)
+    >>> counter._version - before, counter.numel()
+    (1, 0)
+    """
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
+
+
+def memories_of(tensor: Tensor) -> set[int]:
+    """Return ids of the memories of a tensor, valid while it lives; a wrapper has several."""
+    return {private.memory_of(inner) for inner in inner_tensors(tensor)}
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor, which may have been freed or resized, holds all of it.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> before = has_memory(x)
+    >>> _ = x.untyped_storage().resize_(0)
+    >>> before, has_memory(x)
+    (True, False)
+    """
+    return all(map(_fits_its_memory, inner_tensors(tensor)))
+
+
+def _fits_its_memory(tensor: Tensor) -> bool:
+    try:
+        num_bytes = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        # Sparse and other layouts have none of their own.
+        return True
+    extent = tensor.numel() if tensor.is_nested else extent_of(tensor)
+    start = 0 if tensor.is_nested else tensor.storage_offset()
+    return extent == 0 or (start + extent) * tensor.itemsize <= num_bytes
+
+
+def extent_of(tensor: Tensor) -> int:
+    """Return the number of elements in memory from a tensor's first to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor consists only of strided numbers in memory.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any.
+
+    Returns
+    -------
+    bool
+        False for subclasses, sparse, quantised, nested, lazily conjugated and data-less tensors.
+    """
+    return (
+        type(tensor) in _PLAIN
+        and is_dense(tensor)
+        and tensor.device.type != "meta"
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has a number at every place of a regular array.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any.
+
+    Returns
+    -------
+    bool
+        False for sparse, nested and quantised tensors.
+
+    Examples
+    --------
+    >>> is_dense(torch.ones(2)), is_dense(torch.ones(2).to_sparse())
+    (True, False)
+    """
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
+def has_samples(tensor: Tensor) -> bool:
+    """Whether a tensor can be kept or reduced sample by sample: a dense one without a mask.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any.
+
+    Examples
+    --------
+    >>> has_samples(torch.ones(2)), has_samples(torch.ones(2).to_sparse())
+    (True, False)
+    """
+    return is_dense(tensor) and not isinstance(tensor, MaskedTensor)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Any.
+
+    Returns
+    -------
+    str
+        A key of `DTYPES`.
+
+    Examples
+    --------
+    >>> dtype_name(torch.float), DTYPES["float32"]
+    ('float32', torch.float32)
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+# Every dtype of this version of torch, by name.
+DTYPES = {
+    dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
