@@ -76,7 +76,7 @@ def recompute_pass(capture: Capture, selectors: Sequence[Any]) -> LayerMapping[A
     architecture, activations, inputs = capture.architecture, capture.activations, capture.inputs
     targets = select_layers(architecture, selectors, "recompute")
     recorded = [target for target in targets if target in activations]
-    found = {target: map_tensors(_copied, activations.peek(target)) for target in recorded}
+    outputs = {target: map_tensors(_copied, activations.peek(target)) for target in recorded}
     others = [target for target in targets if target not in activations]
     if others and capture.options.calls == "any":
         raise RecomputeError(
@@ -91,15 +91,15 @@ def recompute_pass(capture: Capture, selectors: Sequence[Any]) -> LayerMapping[A
             # Its moment knows the weights.
             output = digest_of(activations.peek(label))
             call = KeptCall(inputs.peek(label), moments[label], "", output)
-            found.update(_Rerun(architecture, label, call, inside, posts).run())
-    return LayerMapping(architecture, found, "activation")
+            outputs.update(_RepeatedCall(architecture, label, call, inside, posts).run())
+    return LayerMapping(architecture, outputs, "activation")
 
 
 def _by_enclosing(
     architecture: Architecture, targets: Iterable[RowIdx], kept: Container[RowIdx], where: str
 ) -> dict[RowIdx, set[RowIdx]]:
     """Return the layers that run again, each the nearest kept one around some of the targets."""
-    found: dict[RowIdx, set[RowIdx]] = {}
+    inside: dict[RowIdx, set[RowIdx]] = {}
     for target in targets:
         around = [target, *architecture.enclosing(target)]
         nearest = next((label for label in around if label in kept), None)
@@ -110,8 +110,8 @@ def _by_enclosing(
                 f'write record("{best}", inputs=True), or any module that contains that one, and '
                 "run the net again"
             )
-        found.setdefault(nearest, set()).add(target)
-    return found
+        inside.setdefault(nearest, set()).add(target)
+    return inside
 
 
 class Recomputation:
@@ -125,7 +125,7 @@ class Recomputation:
         A recorder of the same net.
     selectors : sequence
         The layers.
-    given : callable, list or mapping, optional
+    postprocessors : callable, list or mapping, optional
         The post-processors that ``collect`` was given.
     """
 
@@ -134,7 +134,7 @@ class Recomputation:
         recording: Readable,
         rnet: nn.Module,
         selectors: Sequence[Any],
-        given: Postprocessors | None,
+        postprocessors: Postprocessors | None,
     ) -> None:
         self._recording = recording
         self._architecture = _same_architecture(recording.architecture, rnet)
@@ -143,44 +143,46 @@ class Recomputation:
         targets = select_layers(self._architecture, selectors, "recompute")
         kept = recording.calls.labels
         self._wanted = _by_enclosing(self._architecture, targets, kept, "the recording has")
-        self._posts = self._assigned(given)
+        self._posts = self._assigned(postprocessors)
         self._digest = WeightDigests().digest
 
     def whole(self) -> LayerMapping[Any]:
         """Return the activations of all batches together."""
         rows, start = self._recording.calls.rows, 0
-        found: dict[RowIdx, Any] = {}
+        arrays: dict[RowIdx, Any] = {}
         with _untouched(self._architecture, self._wanted):
             for number, count in enumerate(rows):
                 for target, value in self._batch(number).items():
-                    if target not in found:
-                        found[target] = map_tensors(partial(_empty_array, sum(rows)), value)
+                    if target not in arrays:
+                        arrays[target] = map_tensors(partial(_empty_array, sum(rows)), value)
                     place = slice(start, start + count)
-                    _put(self._architecture[target], value, found[target], place)
+                    _put(self._architecture[target], value, arrays[target], place)
                 start += count
-        return self._mapping(found)
+        return self._mapping(arrays)
 
     def batches(self) -> Iterator[LayerMapping[Any]]:
         """Yield the activations of one batch after the other."""
         for number in range(len(self._recording.calls.rows)):
             with _untouched(self._architecture, self._wanted):
-                found = self._batch(number)
-            yield self._mapping(found)
+                outputs = self._batch(number)
+            yield self._mapping(outputs)
 
-    def _mapping(self, found: dict[RowIdx, Any]) -> LayerMapping[Any]:
-        return LayerMapping(self._recording.architecture, found, "activation")
+    def _mapping(self, outputs: dict[RowIdx, Any]) -> LayerMapping[Any]:
+        return LayerMapping(self._recording.architecture, outputs, "activation")
 
     def _batch(self, number: int) -> dict[RowIdx, Any]:
-        found: dict[RowIdx, Any] = {}
+        outputs: dict[RowIdx, Any] = {}
         for label, targets in self._wanted.items():
             call = self._recording.calls.call(number, label)
-            given = self._architecture, label, call, targets, self._posts, self._digest
-            found.update(_Rerun(*given).run())
-        return found
+            settings = targets, self._posts, self._digest
+            outputs |= _RepeatedCall(self._architecture, label, call, *settings).run()
+        return outputs
 
-    def _assigned(self, given: Postprocessors | None) -> dict[RowIdx, Postprocessor]:
+    def _assigned(self, postprocessors: Postprocessors | None) -> dict[RowIdx, Postprocessor]:
         architecture = self._architecture
-        posts = {} if given is None else assign(architecture, list(self._recording), given)
+        posts: dict[RowIdx, Postprocessor] = {}
+        if postprocessors is not None:
+            posts = assign(architecture, list(self._recording), postprocessors)
         then = self._recording.settings.get("postprocessors") or []
         now = [text_of(label) for label in sorted(posts)]
         if now != then:
@@ -200,19 +202,19 @@ def _empty_array(rows: int, like: Tensor) -> Tensor:
 
 def _put(layer: Layer, value: Any, arrays: Any, place: slice) -> None:
     """Copy a layer's output for a batch to its place in the arrays of all batches."""
-    found, places = tensors(value), [array[place] for array in tensors(arrays)]
-    if _kinds(found) != _kinds(places):
+    leaves, places = tensors(value), [array[place] for array in tensors(arrays)]
+    if _kinds(leaves) != _kinds(places):
         raise RecomputeError(
-            f"layer {layer} returned {_kinds(found)} for a batch of {place.stop - place.start} "
+            f"layer {layer} returned {_kinds(leaves)} for a batch of {place.stop - place.start} "
             f"samples, which does not fit into one array with {_kinds(places)}: take it batch by "
             "batch from recompute_batches(...)"
         )
-    for tensor, array in zip(found, places, strict=True):
+    for tensor, array in zip(leaves, places, strict=True):
         array.copy_(tensor)
 
 
-def _kinds(found: list[Tensor]) -> str:
-    return " and ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in found)
+def _kinds(leaves: list[Tensor]) -> str:
+    return " and ".join(f"{leaf.dtype} {tuple(leaf.shape)}" for leaf in leaves)
 
 
 def _same_architecture(ours: Architecture, rnet: nn.Module) -> Architecture:
@@ -247,7 +249,7 @@ def _untouched(
 
 
 @dataclass(eq=False)
-class _Rerun:
+class _RepeatedCall:
     """A kept call of a layer that runs again, for its output or for those of layers inside it.
 
     Parameters
@@ -276,7 +278,7 @@ class _Rerun:
     def __post_init__(self) -> None:
         self._layer = layer = self.architecture[self.label]
         self._posts = Assigned(self.posts)
-        self._found: dict[RowIdx, Any] = {}
+        self._outputs: dict[RowIdx, Any] = {}
         self._is_other = False
         labels = {*self.targets, *self.posts, self.label}
         modules = {self.architecture[label].module for label in labels}
@@ -325,7 +327,7 @@ class _Rerun:
                 f"depends on something that is not kept: {_NOT_KEPT}. Or other kernels ran: "
                 f"{_OTHER_KERNELS}. Recompute with the same net and the original settings"
             )
-        return self._found
+        return self._outputs
 
     def _change(self, module: nn.Module) -> str | None:
         assert self.call.moment is not None, "calls of modules have one"
@@ -340,15 +342,15 @@ class _Rerun:
         """Take the outputs of modules inside the block."""
         hooks = CallHooks()
         before = self._receive_inputs if self._posts.on_inputs else None
-        hooks.add(*(CallHook(one, "", before, self._receive) for one in self._returns))
+        hooks.add(*(CallHook(inner, "", before, self._receive) for inner in self._returns))
         # Forward received the recorded inputs, so these hooks have acted on them already.
-        _, own = private.forward_hooks(module)
-        kept = dict(own)
-        own.clear()
+        _, hooks_on_inputs = private.forward_hooks(module)
+        kept = dict(hooks_on_inputs)
+        hooks_on_inputs.clear()
         try:
             yield
         finally:
-            own.update(kept)
+            hooks_on_inputs.update(kept)
             hooks.remove()
 
     def _receive_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -365,18 +367,18 @@ class _Rerun:
         layer = self._returns[module].popleft()
         handed = self._posts.after(layer.label, output, layer)
         if layer.label in self.targets:
-            self._found[layer.label] = map_tensors(_copied, output)
+            self._outputs[layer.label] = map_tensors(_copied, output)
         if layer is self._layer:
             self._is_other |= digest_of(output) != self.call.output
         return None if handed is output else handed
 
 
 def _by_module(rows: Iterable[Layer]) -> dict[nn.Module, deque[Layer]]:
-    found: dict[nn.Module, deque[Layer]] = {}
+    calls: dict[nn.Module, deque[Layer]] = {}
     for row in rows:
         assert row.module is not None
-        found.setdefault(row.module, deque()).append(row)
-    return found
+        calls.setdefault(row.module, deque()).append(row)
+    return calls
 
 
 def _inputs_again(call: KeptCall) -> Inputs:

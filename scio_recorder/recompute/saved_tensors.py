@@ -84,7 +84,7 @@ class SavedTensors:
         if self._wrappers:
             raise RuntimeError("this saved_tensors block was entered already: make another one")
         modules = [module for module in self._modules if not private.calls_compiled(module)]
-        self._wrappers = [CallWrapper(one, partial(self._run, one)) for one in modules]
+        self._wrappers = [CallWrapper(module, partial(self._run, module)) for module in modules]
         for wrapper in self._wrappers:
             wrapper.put_around()
         return self

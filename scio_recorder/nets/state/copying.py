@@ -69,7 +69,7 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
 
 
 def _kinds_of(net: nn.Module) -> list[tuple[str, type]]:
-    return [(name, type(one)) for name, one in net.named_modules(remove_duplicate=False)]
+    return [(name, type(part)) for name, part in net.named_modules(remove_duplicate=False)]
 
 
 def clone(tensor: Tensor) -> Tensor:
@@ -165,9 +165,9 @@ def separate_copy(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[nn.Mo
     Traceback (most recent call last):
     scio_recorder.nets.state.copying.NotSeparateError
     """
-    twin, own = copy_net(net, keep_hooks=keep_hooks), reached([net])
-    shared = {key: one for key, one in reached([twin]).items() if key in own}
-    if any(issubclass(type(one.value), nn.Module) for one in shared.values()):
+    twin, of_net = copy_net(net, keep_hooks=keep_hooks), reached([net])
+    shared = {key: item for key, item in reached([twin]).items() if key in of_net}
+    if any(issubclass(type(value), nn.Module) for value, _ in shared.values()):
         raise NotSeparateError
     thread = threading.get_ident()
 

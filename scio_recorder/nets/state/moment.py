@@ -248,8 +248,8 @@ class LiveMoment(Moment):
                 named.append((name, buffer))
             is_copied = moment.buffers[at] is not None
             moment.buffers[at] = buffer.detach().clone() if is_copied else buffer
-        moment.referenced = [(name, one, version_of(one)) for name, one in named]
-        moment.samples = joined(sampled([one for _, one in named if is_plain(one)]))
+        moment.referenced = [(name, tensor, version_of(tensor)) for name, tensor in named]
+        moment.samples = joined(sampled(tensor for _, tensor in named))
         return moment
 
     def explain_change(self, module: nn.Module) -> str | None:
@@ -258,21 +258,21 @@ class LiveMoment(Moment):
         if difference is not None:
             return difference
         present = {*map(id, module.parameters())}
-        for name, one, version in self.referenced:
-            is_weight = isinstance(one, nn.Parameter)
-            if version_of(one) != version or (is_weight and id(one) not in present):
+        for name, tensor, version in self.referenced:
+            is_weight = isinstance(tensor, nn.Parameter)
+            if version_of(tensor) != version or (is_weight and id(tensor) not in present):
                 what = "weights have changed" if is_weight else "a large buffer has changed"
                 return f"{what} since that pass: {name}"
         # Writes through `.data` and by fused optimisers are not counted.
-        samples = joined(sampled([one for _, one, _ in self.referenced if is_plain(one)]))
+        samples = joined(sampled(tensor for _, tensor, _ in self.referenced))
         is_same = same_samples(samples, self.samples)
         return None if is_same else "weights have changed since that pass, or large buffers"
 
 
-def sampled(given: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
+def sampled(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
     """Return a view of some values of each plain tensor, by device and dtype, if it has no gaps."""
     parts: dict[Any, list[Tensor]] = {}
-    for tensor in given:
+    for tensor in filter(is_plain, tensors):
         is_gapless = tensor.is_contiguous() or (
             tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
         )
@@ -290,9 +290,9 @@ def joined(views: dict[Any, list[Tensor]]) -> dict[Any, Tensor]:
         return {kind: torch.cat(some) for kind, some in views.items()}
 
 
-def same_samples(one: dict[Any, Tensor], other: dict[Any, Tensor]) -> bool:
-    """Whether the same values were found."""
-    return one.keys() == other.keys() and all(map(same_bits, one.values(), other.values()))
+def same_samples(left: dict[Any, Tensor], right: dict[Any, Tensor]) -> bool:
+    """Whether the same values were read."""
+    return left.keys() == right.keys() and all(map(same_bits, left.values(), right.values()))
 
 
 def _autocast_state() -> list[Any]:

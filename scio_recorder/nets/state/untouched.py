@@ -84,20 +84,20 @@ _SHOWN = 5
 CLONED_BYTES = 1 << 30
 
 
-class Found(NamedTuple):
+class Reached(NamedTuple):
     """An object that was reached, and the way to it, as a user would write it."""
 
     value: Any
     path: str
 
 
-def reached(roots: Iterable[Any]) -> dict[int, Found]:
+def reached(roots: Iterable[Any]) -> dict[int, Reached]:
     """Return everything that a network can write to, by ``id``.
 
     Parameters
     ----------
     roots : iterable
-        The network, and what else it is given.
+        The network, and what else it receives.
 
     Returns
     -------
@@ -111,27 +111,27 @@ def reached(roots: Iterable[Any]) -> dict[int, Found]:
     >>> reached([net])[id(net.seen["counts"])].path
     'net.seen.counts'
     """
-    found: dict[int, Found] = {}
-    waiting = [Found(root, "net") for root in roots]
+    everything: dict[int, Reached] = {}
+    waiting = [Reached(root, "net") for root in roots]
     hooks = private.HOOK_DICTIONARIES
     while waiting:
-        one = waiting.pop()
-        if id(one.value) in found:
+        value, path = current = waiting.pop()
+        if id(value) in everything:
             continue
-        found[id(one.value)] = one
-        kind = _kind(_type(one.value))
-        if kind.has_attributes and type(one.value.__dict__) is dict:
-            waiting.append(Found(one.value.__dict__, one.path))
+        everything[id(value)] = current
+        kind = _kind(_type(value))
+        if kind.has_attributes and type(value.__dict__) is dict:
+            waiting.append(Reached(value.__dict__, path))
         for parts_of in kind.parts:
-            for name, part in parts_of(one.value):
+            for name, part in parts_of(value):
                 is_name = type(name) in _NAMES
                 if not is_name and not _is_value(_type(name)):
-                    waiting.append(Found(name, one.path))
+                    waiting.append(Reached(name, path))
                 # Modules have very many empty dictionaries of hooks, which are noted apart.
                 if not _is_value(_type(part)) and (name not in hooks or part):
                     is_shown = is_name and name not in _UNNAMED
-                    waiting.append(Found(part, f"{one.path}.{name}" if is_shown else one.path))
-    return found
+                    waiting.append(Reached(part, f"{path}.{name}" if is_shown else path))
+    return everything
 
 
 @lru_cache(4096)
@@ -204,13 +204,17 @@ _MEMBERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 # What has a state of its own: how it is read, and put back.
 _STATES: tuple[tuple[Any, Any, Any], ...] = (
-    ((bytearray, array), itemgetter(slice(None)), lambda own, was: setitem(own, slice(None), was)),
+    (
+        (bytearray, array),
+        itemgetter(slice(None)),
+        lambda value, was: setitem(value, slice(None), was),
+    ),
     (np.ndarray, np.ndarray.copy, _set_array),
     (torch.UntypedStorage, torch.UntypedStorage.clone, torch.UntypedStorage.copy_),
     (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
     (random.Random, random.Random.getstate, random.Random.setstate),
     (RandomState, partial(RandomState.get_state, legacy=False), RandomState.set_state),
-    (np.random.BitGenerator, attrgetter("state"), lambda own, was: setattr(own, "state", was)),
+    (np.random.BitGenerator, attrgetter("state"), lambda value, was: setattr(value, "state", was)),
 )
 # A recorder in a network records what runs on the side.
 _RECORDS: Any = (
@@ -290,10 +294,10 @@ def _position(value: Any) -> Any:
     return object() if length < 0 else length
 
 
-def _with_type(found: Found) -> str:
-    kind = type(found.value)
+def _with_type(reached: Reached) -> str:
+    kind = type(reached.value)
     package = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"{found.path} ({package}{kind.__qualname__})"
+    return f"{reached.path} ({package}{kind.__qualname__})"
 
 
 class _TensorNote(NamedTuple):
@@ -326,7 +330,7 @@ def _marks_of(notes: Sequence[_TensorNote]) -> list[tuple[int, int, bool]]:
 
 def are_large(tensors: Iterable[Tensor]) -> bool:
     """Whether cloning some tensors would take too much memory."""
-    return sum([one.nbytes for one in tensors if is_dense(one)]) > CLONED_BYTES
+    return sum([tensor.nbytes for tensor in tensors if is_dense(tensor)]) > CLONED_BYTES
 
 
 # -- the state of a network ------------------------------------------------------------------------
@@ -337,7 +341,7 @@ class NetState:
 
     Parameters
     ----------
-    found : dict
+    everything : dict
         The objects whose state is noted, see `reached`.
     keep_random : bool, default False
         Leave global generators of random numbers as passes leave them.
@@ -361,15 +365,18 @@ class NetState:
     """
 
     def __init__(
-        self, found: dict[int, Found], *, keep_random: bool = False, only_buffers: bool = False
+        self,
+        everything: dict[int, Reached],
+        *,
+        keep_random: bool = False,
+        only_buffers: bool = False,
     ) -> None:
-        self._found = found
+        self._everything = everything
         self._lost: list[str] = []
-        values = [one.value for one in found.values()]
-        modules = [one for one in values if issubclass(type(one), nn.Module)]
-        attributes = [vars(module) for module in modules]
-        names = private.HOOK_DICTIONARIES
-        self._hooks = [own[name] for own in attributes for name in names if name in own]
+        values = [value for value, _ in everything.values()]
+        modules = [value for value in values if issubclass(type(value), nn.Module)]
+        attributes, names = [*map(vars, modules)], private.HOOK_DICTIONARIES
+        self._hooks = [known[name] for known in attributes for name in names if name in known]
         self._hooks_before = [*map(dict, self._hooks)]
         noted_apart = {*map(id, self._hooks)}
         self._containers: list[tuple[Any, Any, list[Any], list[Any]]] = []
@@ -380,9 +387,10 @@ class NetState:
         self._restore: list[Callable[[], Any]] = []
         if not keep_random:
             self._restore.append(partial(restore_random, random_state()))
-        self._opaque: list[tuple[Found, Any]] = []
-        for one in found.values():
-            value, kind = one.value, _kind(_type(one.value))
+        self._opaque: list[tuple[Reached, Any]] = []
+        for reachable in everything.values():
+            value = reachable.value
+            kind = _kind(_type(value))
             if kind.base is not None and id(value) not in noted_apart:
                 # The items, or the keys and the values.
                 mapped = kind.base.values(value) if kind.base in MAPPINGS else ()
@@ -396,31 +404,33 @@ class NetState:
             for read, put_back in kind.states:
                 self._restore.append(partial(put_back, value, read(value)))
             if kind.is_opaque:
-                self._opaque.append((one, _position(value)))
+                self._opaque.append((reachable, _position(value)))
         self._note_tensors(values, modules, only_buffers)
 
     def _note_tensors(self, values: list[Any], modules: list[Any], only_buffers: bool) -> None:
-        tensors = [one for one in values if issubclass(type(one), Tensor)]
-        parameters = [one for one in tensors if isinstance(one, nn.Parameter)]
+        tensors = [value for value in values if issubclass(type(value), Tensor)]
+        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         # FSDP1 keeps views beside its parameters, which can't be asked after a backward pass.
         asked = [] if only_buffers else tensors
-        leaves = parameters + [one for one in asked if one.is_leaf and one.requires_grad]
-        self.leaves = [*{id(one): one for one in leaves}.values()]
+        leaves = parameters + [leaf for leaf in asked if leaf.is_leaf and leaf.requires_grad]
+        self.leaves = [*{id(leaf): leaf for leaf in leaves}.values()]
         self._restore.append(private.restoring_hooks([] if only_buffers else self.leaves))
-        buffers = {id(one) for module in modules for one in module.buffers(recurse=False)}
+        buffers = {id(buffer) for module in modules for buffer in module.buffers(recurse=False)}
         if only_buffers:
-            tensors = [one for one in tensors if id(one) in buffers]
+            tensors = [tensor for tensor in tensors if id(tensor) in buffers]
         known = buffers | {*map(id, parameters)}
-        others = [one for one in tensors if id(one) not in known]
-        too_large = {id(one) for some in (parameters, others) if are_large(some) for one in some}
+        others = [tensor for tensor in tensors if id(tensor) not in known]
+        large = [tensor for kind in (parameters, others) if are_large(kind) for tensor in kind]
+        too_large = {*map(id, large)}
         self._weights: list[_TensorNote] = []
         self._tensors: list[_TensorNote] = []
-        for one in tensors:
-            note = _noted(one, with_values=id(one) not in too_large)
-            is_weight = type(one) is nn.Parameter and is_plain(one) and note.version != -1
+        for tensor in tensors:
+            note = _noted(tensor, with_values=id(tensor) not in too_large)
+            is_plain_weight = type(tensor) is nn.Parameter and is_plain(tensor)
+            is_weight = is_plain_weight and note.version != -1
             (self._weights if is_weight else self._tensors).append(note)
         # A graph that holds a tensor is then as good as before.
-        kept = [one for one in tensors if id(one) not in too_large]
+        kept = [tensor for tensor in tensors if id(tensor) not in too_large]
         self._restore.append(private.restoring_versions(kept))
         # Passes write to few weights, and most passes to none.
         self._marks = _marks_of(self._weights)
@@ -458,7 +468,7 @@ class NetState:
 
     def _put_back_hooks(self) -> None:
         pairs = zip(self._hooks, self._hooks_before, strict=True)
-        changed = [(own, before) for own, before in pairs if own != before]
+        changed = [(hooks, before) for hooks, before in pairs if hooks != before]
         # Other dictionaries say about hooks of the same numbers how to call them.
         ours = {
             number
@@ -467,11 +477,11 @@ class NetState:
             for number, hook in hooks.items()
             if _is_ours(hook)
         }
-        for own, before in changed:
+        for hooks, before in changed:
             kept = {number: hook for number, hook in before.items() if number not in ours}
-            kept |= {number: hook for number, hook in own.items() if number in ours}
-            own.clear()
-            own.update(kept)
+            kept |= {number: hook for number, hook in hooks.items() if number in ours}
+            hooks.clear()
+            hooks.update(kept)
 
     @torch.no_grad()
     def _put_back_tensors(self, notes: list[_TensorNote]) -> None:
@@ -482,7 +492,7 @@ class NetState:
                 with torch.inference_mode(is_inference):
                     written.copy_(values)
             elif version_of(tensor) != version:
-                self._lost.append(self._found[id(tensor)].path)
+                self._lost.append(self._everything[id(tensor)].path)
             if not is_inference:
                 # `net.to(device)` swaps the memory under a parameter, and copying to a sparse
                 # tensor that of its parts.
@@ -492,7 +502,7 @@ class NetState:
 
     def warn_of_traces(self) -> None:
         """Warn of what may have changed and can't be put back."""
-        opaque = [_with_type(one) for one, at in self._opaque if _position(one.value) != at]
+        opaque = [_with_type(item) for item, at in self._opaque if _position(item.value) != at]
         if opaque:
             warn(
                 "the network ran on the side, which may have changed what can't be put back: "
@@ -547,7 +557,7 @@ def untouched(
     # State in which FSDP notes passes, and flat parameters, to which FSDP1 moves gradients.
     notes = [note for module in fsdp for note in private_distributed.fsdp_notes(module)]
     end_passes = private_distributed.ending(notes)
-    flat = [one for module in fsdp for one in private_distributed.flat_parameters(module)]
+    flat = [flat for module in fsdp for flat in private_distributed.flat_parameters(module)]
     roots = (net, *others, *map(vars, notes))
     state = NetState(reached(roots), keep_random=keep_random, only_buffers=is_spread)
     with without_hooks_on_all_modules(), _gradients_aside([*flat, *state.leaves]):
