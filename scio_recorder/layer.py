@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.tensors.structures import fold
+from scio_recorder.tensors.structures import fold, leaf_of_structures
 
 __all__ = [
     "DepthIdx",
@@ -94,6 +94,7 @@ class Label(tuple[int, int]):
     __hash__ = tuple.__hash__
 
 
+@leaf_of_structures
 @dataclass(frozen=True)
 class TensorSpec:
     """The shape and dtype of a tensor.
@@ -465,7 +466,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
     Mappings and dataclasses become dictionaries.
     """
-    return fold(value, function, _rebuilt, lambda part: isinstance(part, TensorSpec))
+    return fold(value, function, _rebuilt)
 
 
 def _rebuilt(container: Any, parts: list[tuple[Any, Any]]) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
-from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -556,18 +556,24 @@ def _encode_layer(layer: Layer) -> dict[str, Any]:
         "label": list(layer.label),
         **{name: getattr(layer, name) for name in _PLAIN},
         "completion": layer.completion,
-        "input_shape": _encode_tree(layer.input_shape, of_shapes=True),
-        "output_spec": _encode_tree(layer.output_spec),
+        "input_shape": _encode_tree(layer.input_shape, _is_shape),
+        "output_spec": _encode_tree(layer.output_spec, _is_spec),
         **({} if layer.shard is None else {"shard": [layer.shard.dim, layer.shard.count]}),
     }
 
 
-def _encode_tree(value: Any, *, of_shapes: bool = False) -> Any:
-    def is_leaf(part: Any) -> bool:
-        is_shape = of_shapes and isinstance(part, tuple)
-        return isinstance(part, TensorSpec) or (is_shape and all(isinstance(n, int) for n in part))
+def _encode_tree(value: Any, is_leaf: Callable[[Any], bool]) -> Any:
+    # Most layers take and return one tensor.
+    is_one = is_leaf(value)
+    return _encode_leaf(value) if is_one else fold(value, _encode_leaf, _encode_container, is_leaf)
 
-    return fold(value, _encode_leaf, _encode_container, is_leaf)
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and {*map(type, value)} <= {int}
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, TensorSpec)
 
 
 def _encode_leaf(value: Any) -> Any:
@@ -626,7 +632,7 @@ def _encode_operation(operation: Operation) -> dict[str, Any]:
     return {
         "label": list(operation.label),
         "completion": operation.completion,
-        "output_spec": _encode_tree(operation.output_spec),
+        "output_spec": _encode_tree(operation.output_spec, _is_spec),
         **{name: getattr(operation, name) for name in _LINE},
     }
 

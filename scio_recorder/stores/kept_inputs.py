@@ -319,7 +319,8 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
     def container(whole: Any, parts: list[tuple[Any, JSON]]) -> JSON:
         kind = type(whole)
         if kind is dict:
-            return {"dict": [[encode(key, tensor), node] for key, node in parts]}
+            keys = [key if type(key) is str else encode(key, tensor) for key, _ in parts]
+            return {"dict": [[key, node] for key, (_, node) in zip(keys, parts, strict=True)]}
         nodes = [node for _, node in parts]
         return nodes if kind is list else {"tuple" if kind is tuple else "size": nodes}
 

@@ -23,7 +23,7 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from scio_recorder.interpreter import is_defined_in_python, referents
 
+_T = TypeVar("_T")
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
 # An object is opened if its attributes are taken apart, as those of a key-value cache are. These
@@ -68,6 +69,8 @@ _VIEWS: dict[type, tuple[Any, str]] = {
     for base in (dict, OrderedDict)
     for name in ("keys", "values", "items")
 }
+# Dataclasses whose objects are values, not containers.
+_LEAVES: set[type] = set()
 # Weak references, and what makes them.
 _WEAK: dict[type, Callable[[Any], Any]] = {
     weakref.ref: weakref.ref,
@@ -209,14 +212,25 @@ def fold(
     if parts_of is None or id(value) in _around or (is_leaf is not None and is_leaf(value)):
         return leaf(value)
     around = (*_around, id(value))
-    parts = [(key, fold(part, leaf, container, is_leaf, around)) for key, part in parts_of(value)]
+    parts: list[tuple[Any, Any]] = []
+    for key, part in parts_of(value):
+        kind = type(part)
+        is_inner = _parts_of(kind) is not None
+        result = fold(part, leaf, container, is_leaf, around) if is_inner else leaf(part)
+        parts.append((key, result))
     return container(value, parts)
+
+
+def leaf_of_structures(kind: type[_T]) -> type[_T]:
+    """Let :func:`fold` take objects of a dataclass as leaves: a decorator."""
+    _LEAVES.add(kind)
+    return kind
 
 
 @lru_cache(4096)
 def _parts_of(kind: type) -> Callable[[Any], Iterable[tuple[Any, Any]]] | None:
     """Return what takes plain containers of a class apart; None for other classes."""
-    if issubclass(kind, (Tensor, type)):
+    if issubclass(kind, (Tensor, type)) or kind in _LEAVES:
         return None
     if issubclass(kind, Mapping):
         # Not every mapping yields its keys: a TensorDict yields its rows.

@@ -249,7 +249,7 @@ class LiveMoment(Moment):
             is_copied = moment.buffers[at] is not None
             moment.buffers[at] = buffer.detach().clone() if is_copied else buffer
         moment.referenced = [(name, tensor, version_of(tensor)) for name, tensor in named]
-        moment.samples = joined(sampled(tensor for _, tensor in named))
+        moment.samples = joined(sampled(tensor for _, tensor in named if is_plain(tensor)))
         return moment
 
     def explain_change(self, module: nn.Module) -> str | None:
@@ -264,7 +264,8 @@ class LiveMoment(Moment):
                 what = "weights have changed" if is_weight else "a large buffer has changed"
                 return f"{what} since that pass: {name}"
         # Writes through `.data` and by fused optimisers are not counted.
-        samples = joined(sampled(tensor for _, tensor, _ in self.referenced))
+        watched = [tensor for _, tensor, _ in self.referenced if is_plain(tensor)]
+        samples = joined(sampled(watched))
         is_same = same_samples(samples, self.samples)
         return None if is_same else "weights have changed since that pass, or large buffers"
 
@@ -272,7 +273,7 @@ class LiveMoment(Moment):
 def sampled(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
     """Return a view of some values of each plain tensor, by device and dtype, if it has no gaps."""
     parts: dict[Any, list[Tensor]] = {}
-    for tensor in filter(is_plain, tensors):
+    for tensor in tensors:
         is_gapless = tensor.is_contiguous() or (
             tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
         )
