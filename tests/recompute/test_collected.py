@@ -151,24 +151,27 @@ def test_a_recording_may_be_pickled_and_copied(gather: Gather) -> None:
         assert same_bits(again.recompute(rnet, "1.drop")["1.drop"], truth(watch, "1.drop"))
 
 
-def test_a_recording_that_was_pickled_when_modules_had_other_names() -> None:
-    rnet = recorder("1")
-    recording = rnet.collect(batches(*SIZES))
-    pickled = pickle.dumps(recording, protocol=0)  # in which names are lines of text
-    former = pickled.replace(b"cscio_recorder.stores.kept_inputs", b"cscio_recorder.stores.calls")
-    assert former != pickled
-    again = pickle.loads(former)
-    assert same_bits(again.inputs["1"][0].args[0], recording.inputs["1"][0].args[0])
-    assert same_bits(*(one.recompute(rnet, "1.drop")["1.drop"] for one in (again, recording)))
+MODES: dict[str, Callable[[], Any]] = {
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "gradients": torch.enable_grad,
+}
 
 
-def test_inference_mode_is_the_one_of_then(gather: Gather) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_are_those_of_then_and_a_default_device_does_not_matter(
+    gather: Gather, mode: str
+) -> None:
     rnet = recorder("1")
-    rnet.net.eval()
-    with Watch(rnet.net) as watch, torch.inference_mode():
+    rnet.net.train(mode != "inference mode")
+    with Watch(rnet.net) as watch, MODES[mode]():
         recording = gather(rnet, batches(*SIZES))
-    assert not recording.inputs["1"][0].args[0].is_inference()
-    found = recording.recompute(rnet, "1.linear", "1.drop")
+    with torch.device("meta"):
+        given = recording.inputs["1"][0].args[0]
+        found = recording.recompute(rnet, "1.linear", "1.drop")
+    assert not given.is_meta
+    assert not given.is_inference()
+    assert (found["1.linear"].dtype == torch.bfloat16) == (mode == "autocast")
     for name in ("1.linear", "1.drop"):
         assert same_bits(found[name], truth(watch, name))
         assert not found[name].is_inference()
@@ -181,26 +184,6 @@ def test_a_recording_that_is_complete_is_given_back_with_inputs(tmp_path: Path) 
         rnet.collect(batches(*SIZES), store=store)
     recording = rnet.collect(batches(*SIZES), store=store, resume=True)
     assert same_bits(recording.recompute(rnet, "1.norm")["1.norm"], truth(watch, "1.norm"))
-
-
-def test_a_default_device_does_not_matter(gather: Gather) -> None:
-    rnet = recorder("1")
-    rnet.net.eval()
-    with Watch(rnet.net) as watch:
-        recording = gather(rnet, batches(*SIZES))
-    with torch.device("meta"):
-        found = recording.recompute(rnet, "1.linear")
-        assert not recording.inputs["1"][0].args[0].is_meta
-    assert same_bits(found["1.linear"], truth(watch, "1.linear"))
-
-
-def test_autocast_is_the_one_of_then(gather: Gather) -> None:
-    rnet = recorder("1")
-    with Watch(rnet.net) as watch, torch.autocast("cpu", torch.bfloat16):
-        recording = gather(rnet, batches(*SIZES))
-    found = recording.recompute(rnet, "1.linear")
-    assert found["1.linear"].dtype == torch.bfloat16
-    assert same_bits(found["1.linear"], truth(watch, "1.linear"))
 
 
 # A list that hooks held by themselves would be put back.
