@@ -380,25 +380,25 @@ def describe(value: Any) -> Any:
     return map_leaves(_spec, value)
 
 
-def shapes_of(spec: Any) -> Any:
-    """Return a structure of specifications with the bare shape for each.
+def shapes_of(value: Any) -> Any:
+    """Return a structure of tensors or of their specifications with the bare shape for each.
 
     Parameters
     ----------
-    spec : Any
-        The result of :func:`describe`.
+    value : Any
+        A structure, or the result of :func:`describe`.
 
     Returns
     -------
     Any
-        The same structure, a tuple of ints in place of each ``TensorSpec``.
+        The same structure, as :func:`describe` gives it, with tuples of ints.
 
     Examples
     --------
     >>> shapes_of([TensorSpec((2, 3), torch.float32)])
     [(2, 3)]
     """
-    return map_leaves(lambda leaf: leaf.shape if isinstance(leaf, TensorSpec) else None, spec)
+    return map_leaves(_shape, value)
 
 
 def counted(number: int, noun: str) -> str:
@@ -466,7 +466,9 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
     Mappings and dataclasses become dictionaries.
     """
-    return fold(value, function, _rebuilt)
+    # Most layers take and return one tensor.
+    is_one = isinstance(value, Tensor | TensorSpec)
+    return function(value) if is_one else fold(value, function, _rebuilt)
 
 
 def _rebuilt(container: Any, parts: list[tuple[Any, Any]]) -> Any:
@@ -486,8 +488,10 @@ def _spec(value: Any) -> TensorSpec | None:
     return TensorSpec(_shape(value), value.dtype) if isinstance(value, Tensor) else None
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(_length(tensor, dim) for dim in range(tensor.dim()))
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(_length(value, dim) for dim in range(value.dim()))
+    return value.shape if isinstance(value, TensorSpec) else None
 
 
 def _length(tensor: Tensor, dim: int) -> int:

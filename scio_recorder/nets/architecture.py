@@ -563,7 +563,7 @@ def _encode_layer(layer: Layer) -> dict[str, Any]:
 
 
 def _encode_tree(value: Any, is_leaf: Callable[[Any], bool]) -> Any:
-    # Most layers take and return one tensor.
+    # As most are.
     is_one = is_leaf(value)
     return _encode_leaf(value) if is_one else fold(value, _encode_leaf, _encode_container, is_leaf)
 

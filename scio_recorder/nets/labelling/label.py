@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
-from scio_recorder.layer import DepthIdx, Label, Layer, Operation, describe, shapes_of
+from scio_recorder.layer import DepthIdx, Label, Layer, Operation, shapes_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.operation_trace import OperationTrace
 from scio_recorder.nets.labelling.torchinfo import (
@@ -281,7 +281,7 @@ def _dry_run(
     rows = trace.labelled_rows()
     size, data = keywords["input_size"], keywords["input_data"]
     given = inputs.args if data is None else data
-    statistics = Statistics(rows, size or shapes_of(describe(data)), given, keywords["formatting"])
+    statistics = Statistics(rows, size or shapes_of(data), given, keywords["formatting"])
     # For a shared module, its first name.
     first_names = {id(module): name for name, module in net.named_modules()}
     layers = [_layer(row, first_names[id(row.module)]) for row in rows]

@@ -238,8 +238,8 @@ def _without_modes(hook: Callable[..., None], *call: Any) -> None:
 
 
 def _input_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shapes = shapes_of(describe(args))
-    named = shapes_of(describe(kwargs))
+    shapes = shapes_of(args)
+    named = shapes_of(kwargs)
     if not kwargs:
         return shapes[0] if len(args) == 1 else shapes
     return (*shapes, named) if args else named
