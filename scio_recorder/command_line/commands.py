@@ -40,8 +40,8 @@ from scio_recorder.recording import open_recording
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.recording import opened
 from scio_recorder.recording.settings import in_words
-from scio_recorder.stores.disk_format.description import is_url, medium_at
-from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.description import is_url
+from scio_recorder.stores.files import RunReader, medium_at
 from scio_recorder.tensors.structures import map_tensors, tensors
 from scio_recorder.workers.parts import progress_of, terminable
 

@@ -35,7 +35,7 @@ from scio_recorder.display.outline import visible
 from scio_recorder.errors import ArgumentError, RecordingError, needing
 from scio_recorder.layer import Layer
 from scio_recorder.recording.readable import Readable
-from scio_recorder.stores.disk_format.medium import accessing
+from scio_recorder.stores.files import accessing
 from scio_recorder.tensors.copies import to_array
 from scio_recorder.tensors.properties import dtype_name
 

@@ -15,15 +15,16 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from scio_recorder.errors import ArgumentError, RecordingError
-from scio_recorder.layer import DepthIdx, Label, Layer, TensorSpec, label_of
+from scio_recorder.layer import DepthIdx, Label, Layer, label_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.recording import Recording
 from scio_recorder.stores import Held
 from scio_recorder.stores.disk_format.description import SAMPLE, row_column
 from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
-from scio_recorder.stores.disk_format.medium import accessing
 from scio_recorder.stores.disk_format.reader import RowReader
+from scio_recorder.stores.disk_format.tensor_file import TensorInfo
 from scio_recorder.stores.disk_tensor import DiskTensor
+from scio_recorder.stores.files import accessing
 from scio_recorder.stores.kept_inputs import Calls, KeptCalls
 
 __all__ = ["open_hidden_states"]
@@ -102,8 +103,8 @@ class _File(NamedTuple):
     """The number of tokens in a file, and for each its states, [layers, features], and its id."""
 
     length: int
-    states: TensorSpec
-    token: TensorSpec
+    states: TensorInfo
+    token: TensorInfo
 
 
 class _HiddenStates(RowReader):
@@ -129,9 +130,9 @@ class _HiddenStates(RowReader):
         self.starts = list(accumulate((file.length for file in files), initial=0))
         self.table = {
             **dict.fromkeys(
-                map(str, range(num_layers)), TensorSpec((features,), kind.states.dtype)
+                map(str, range(num_layers)), TensorInfo((features,), kind.states.dtype)
             ),
-            **dict.fromkeys((SAMPLE, _POSITION), TensorSpec((), torch.int64)),
+            **dict.fromkeys((SAMPLE, _POSITION), TensorInfo((), torch.int64)),
             _TOKEN: kind.token,
         }
 
@@ -152,7 +153,7 @@ class _HiddenStates(RowReader):
                 f"{path}: {_STATES} {shape} must be [tokens, layers, features], and {_TOKENS} "
                 f"{length} one for each token"
             )
-        return _File(shape[0], TensorSpec(tuple(shape[1:]), dtypes[0]), TensorSpec((), dtypes[1]))
+        return _File(shape[0], TensorInfo(tuple(shape[1:]), dtypes[0]), TensorInfo((), dtypes[1]))
 
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
         spec = self.table[name]

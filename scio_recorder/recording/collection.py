@@ -28,12 +28,16 @@ from scio_recorder.recording.row_kinds import ContinuedPass, Continuing
 from scio_recorder.recording.rows import BatchRows, Source
 from scio_recorder.recording.settings import made_with
 from scio_recorder.stores import Job, State, Store, StoreWriter, as_store
-from scio_recorder.stores.disk import check_copies
-from scio_recorder.stores.disk_format.description import complete_ranks, medium_at, read_description
+from scio_recorder.stores.disk import check_copies, refuse_repeated_ids
 from scio_recorder.stores.disk_format.ids import Ids
-from scio_recorder.stores.disk_format.medium import parsing
-from scio_recorder.stores.disk_format.reader import refuse_repeated_ids, scan
 from scio_recorder.stores.disk_format.tensor_file import expect
+from scio_recorder.stores.files import (
+    complete_ranks,
+    medium_at,
+    parsing,
+    read_description,
+    scan,
+)
 from scio_recorder.tensors.digests import WeightDigests, weights_digest
 
 

@@ -29,8 +29,8 @@ from scio_recorder.reductions.base import Reductions
 from scio_recorder.stores import Disk, Job
 from scio_recorder.stores.disk import CHUNK_BYTES
 from scio_recorder.stores.disk_format.ids import to_ids
-from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_tensor import held_by
+from scio_recorder.stores.files import RunReader
 from scio_recorder.stores.kept_inputs import KeptCall, unpack
 
 

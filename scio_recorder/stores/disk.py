@@ -26,23 +26,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import CollectError, RecordingError, caught_as
+from scio_recorder.errors import CollectError, CollectWarning, RecordingError, caught_as, warn
 from scio_recorder.layer import Operation, RowIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.buffers import Column, DeviceBuffer, HostBuffer, wait_for
-from scio_recorder.stores.disk_format.description import (
-    check_settings,
+from scio_recorder.stores.disk_format.description import brief, differences, is_url, row_column
+from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.disk_format.reader import Run
+from scio_recorder.stores.disk_format.tensor_file import TensorInfo, as_read
+from scio_recorder.stores.disk_format.writer import WriteRight
+from scio_recorder.stores.disk_tensor import held_by
+from scio_recorder.stores.files import (
+    RunReader,
+    RunWriter,
+    accessing,
     holds_recording,
-    is_url,
     medium_at,
     place_of,
-    row_column,
 )
-from scio_recorder.stores.disk_format.ids import Ids
-from scio_recorder.stores.disk_format.reader import Run, RunReader
-from scio_recorder.stores.disk_format.tensor_file import as_read
-from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
-from scio_recorder.stores.disk_tensor import held_by
 from scio_recorder.stores.kept_inputs import pack, unpack
 from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
 from scio_recorder.tensors.arguments import whole
@@ -207,19 +208,19 @@ class DiskWriter(StoreWriter):
         # It begins with the first chunk, after the forks of loaders.
         self._thread = ThreadPoolExecutor(1, "scio-disk")
         self._pending: Future[None] | None = None
-        self._found: Mapping[str, TensorSpec] | None = None
+        self._found: Mapping[str, TensorInfo] | None = None
         check_shards(self._architecture, self._settings, store)
         if holds_recording(store.path):
             self._go_on(job.resume)
         elif is_url(store.path) and not store.is_part:
-            with closing(medium_at(store.path)) as medium:
+            with closing(medium_at(store.path)) as medium, accessing(store.path):
                 medium.check_writable(store.rank)
 
     def column(self, key: RowIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Return a buffer for the rows of the next chunk."""
         if self._found is not None:
             stored = self._found.get(_name_in_chunk(key))
-            if stored != spec:
+            if stored != (spec.shape, spec.dtype):
                 named = key if isinstance(key, str) else f"layer {self._architecture[key]}"
                 text = (
                     f"{self._path}: {named} gives samples of {spec}, but samples of {stored} are "
@@ -318,7 +319,11 @@ class DiskWriter(StoreWriter):
         self._committed_at = time.monotonic()
 
     def _created(self) -> RunWriter:
-        specs, store = [(key, column.spec) for key, column in self.columns.items()], self._store
+        store = self._store
+        specs = [
+            (key, TensorInfo(column.spec.shape, column.spec.dtype))
+            for key, column in self.columns.items()
+        ]
         rows = {key: spec for key, spec in specs if isinstance(key, str)}
         try:
             return RunWriter.create(
@@ -329,6 +334,7 @@ class DiskWriter(StoreWriter):
                 rank=store.rank,
                 world_size=store.world_size,
                 right=store.right,
+                check_equal=check_settings,
             )
         except RecordingError as error:
             error.args = (f"{error}{self._store.advice()}",)
@@ -465,4 +471,67 @@ def check_copies(architecture: Architecture, layers: Iterable[RowIdx | str], sto
             f"{count} processes of this net see the same samples and have all of these layers, so "
             f"that there would be {count} of each row: let one of them write, as in "
             'store=Disk(path) if rank == 0 else "host"'
+        )
+
+
+def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse to continue or to join a recording with other settings."""
+    there, here = _briefly(stored), _briefly(given)
+    if there["architecture"] != here["architecture"]:
+        raise RecordingError(
+            f"{path} was recorded from another network, whose layers differ: give that network, or "
+            "choose another folder"
+        )
+    made_with, makes_with = (one.pop("made_with", None) for one in (there, here))
+    # Digests tell nothing to a reader.
+    has_other_weights = there.pop("weights", None) != here.pop("weights", None)
+    found = ["the weights are others"] * has_other_weights + differences(there, here)
+    if found:
+        way = ""
+        if stored.get("world_size") != given.get("world_size"):
+            way = "; collect_parts goes on with any number of processes"
+        elif stored.get("process") != given.get("process"):
+            way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
+        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+        raise RecordingError(
+            f"{path} was recorded with other settings: {shown}. Give the same network and "
+            f"settings, or choose another folder{way}"
+        )
+    if made_with and makes_with:
+        _warn_of_versions(path, made_with, makes_with)
+
+
+def _warn_of_versions(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
+    """Warn if a recording goes on with another torch, or another package of the net."""
+    packages = dict.fromkeys(("torch", str(given.get("net")).partition(".")[0]))
+    names = [name for name in packages if stored.get(name) != given.get(name)]
+    if names:
+        texts = [
+            ", ".join(f"{name} {brief(one.get(name))}" for name in names) for one in (stored, given)
+        ]
+        warn(
+            f"{path} was begun with {texts[0]}, and goes on with {texts[1]}, which may compute "
+            "other numbers: go on with the versions that it was begun with, or choose another "
+            "folder",
+            CollectWarning,
+        )
+
+
+def _briefly(header: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that must agree, with the fingerprint in place of the architecture."""
+    architecture = header.get("architecture")
+    fingerprint = architecture.get("fingerprint") if isinstance(architecture, dict) else None
+    return {**header, "architecture": fingerprint}
+
+
+def refuse_repeated_ids(path: str, run: Run) -> None:
+    """Raise `CollectError` if two samples have the same id."""
+    repeated = run.sample_ids().repeated()
+    if repeated is not None:
+        chunks = [chunk for chunk in run.all_chunks if repeated in chunk.ids]
+        raise CollectError(
+            f"{path}: two samples have the id {repeated!r}, in part {chunks[0].rank} and part "
+            f"{chunks[-1].rank}: each needs an id of its own. The data on disk stays and can be "
+            "read; collect again into another folder, with other sample_ids, or with parts that "
+            "have no sample twice, as by a sampler that repeats none (drop_last=True)"
         )

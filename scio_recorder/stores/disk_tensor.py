@@ -12,12 +12,13 @@ from torch import Tensor
 from scio_recorder.layer import Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.disk_format.description import row_column
-from scio_recorder.stores.disk_format.reader import JoinedReader, RowReader, RunReader
+from scio_recorder.stores.disk_format.medium import for_each
+from scio_recorder.stores.disk_format.reader import RowReader
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, empty_bytes, expect
+from scio_recorder.stores.files import JoinedReader, RunReader
 from scio_recorder.stores.kept_inputs import Calls
 from scio_recorder.stores.store import Held
 from scio_recorder.tensors import private
-from scio_recorder.tensors.processes import for_each
 from scio_recorder.tensors.structures import map_tensors
 
 _PROPERTIES = (

@@ -19,9 +19,9 @@ from scio_recorder.layer import Layer, OperationIdx, RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.state.moment import Moment
-from scio_recorder.stores.disk_format.medium import parsing
-from scio_recorder.stores.disk_format.reader import KeptBatches, KeptReader, Packed, RunReader
+from scio_recorder.stores.disk_format.reader import KeptBatches, KeptReader, Packed
 from scio_recorder.stores.disk_format.tensor_file import JSON, entries, expect
+from scio_recorder.stores.files import RunReader, parsing
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.properties import DTYPES, dtype_name, is_plain
 from scio_recorder.tensors.structures import flatten, fold
@@ -233,9 +233,9 @@ class Calls:
         RecordingError
             It is damaged.
         """
-        read: tuple[Any, Callable[[int], Tensor]] = self._kept.read(number)
-        value, tensor = read
         with parsing(f"{self._source.path}, batch {number}, layer {self._names[label]}"):
+            read: tuple[Any, Callable[[int], Tensor]] = self._kept.read(number)
+            value, tensor = read
             call = _call(value[self._names[label]], tensor)
             if call.moment is None and not isinstance(label, OperationIdx):
                 raise ValueError("it does not say in which state the module ran")

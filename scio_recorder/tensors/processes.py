@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed
@@ -46,9 +44,6 @@ def this_process() -> ProcessRank:
     return ProcessRank(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
 
-_T = TypeVar("_T")
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch compute with one thread inside the block.
@@ -68,29 +63,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) -> None:
-    """Call ``work`` with each item in this many threads at once; raise the first error.
-
-    Where no thread can be started, this one does all of it.
-
-    Examples
-    --------
-    >>> found = []
-    >>> for_each(found.append, range(4), threads=2)
-    >>> sorted(found)
-    [0, 1, 2, 3]
-    """
-    if min(threads, len(items)) < 2:
-        for item in items:
-            work(item)
-        return
-    with ThreadPoolExecutor(min(threads, len(items))) as pool:
-        try:
-            # After an error, work that has not begun is cancelled.
-            calls = pool.map(work, items)
-        except RuntimeError:
-            # No thread can be started here. What has begun in others is done once more.
-            calls = map(work, items)
-        deque(calls, maxlen=0)

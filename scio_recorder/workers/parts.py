@@ -40,19 +40,20 @@ from scio_recorder.lowlevel import (
     whole,
 )
 from scio_recorder.stores import Disk, Store, as_store
-from scio_recorder.stores.disk_format.description import (
-    DESCRIPTION_NAME,
-    MAX_RANKS,
+from scio_recorder.stores.disk import check_settings, refuse_repeated_ids
+from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME, MAX_RANKS
+from scio_recorder.stores.disk_format.medium import Medium
+from scio_recorder.stores.disk_format.tensor_file import as_read
+from scio_recorder.stores.disk_format.writer import WriteRight
+from scio_recorder.stores.files import (
+    RunReader,
+    accessing,
     check_empty,
-    check_settings,
     complete_ranks,
+    holds_recording,
     medium_at,
     read_description,
 )
-from scio_recorder.stores.disk_format.medium import Medium, accessing
-from scio_recorder.stores.disk_format.reader import RunReader, refuse_repeated_ids
-from scio_recorder.stores.disk_format.tensor_file import as_read
-from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.workers.leases import (
     PREFIX,
     Claims,
@@ -187,8 +188,8 @@ class Parts:
             bar as self._advance,
         ):
             path = self._medium.path
-            self._medium.check_writable(0)
             with accessing(path):
+                self._medium.check_writable(0)
                 check_begun(self._medium, self.num_parts, header)
                 claims = Claims(self._medium, self.num_parts, holder, clock=seconds)
             if claims.is_finished:
@@ -221,7 +222,7 @@ class Parts:
                         f"all {self.num_parts} parts are empty: make_batches(part) gave no batch "
                         "to run the net on"
                     )
-            elif not wait and self._medium.has(DESCRIPTION_NAME):
+            elif not wait and holds_recording(self._medium.path):
                 return
             pause = max(_FIRST_PAUSE, (time.monotonic() - busy_at) / 8)
             time.sleep(min(pause, _LONGEST_PAUSE) * random.uniform(0.5, 1.0))

@@ -282,6 +282,37 @@ def test_imports_through_the_wall_are_found(
     assert not uses_of_private_names(file)
 
 
+def imports_beyond_the_format(file: Path) -> list[str]:
+    return [
+        f"{file.name}:{line} imports {module}"
+        for module, line in own_imports(file)
+        if not module.startswith("stores.disk_format")
+    ]
+
+
+def test_the_disk_format_imports_nothing_else_of_the_package(tmp_path: Path) -> None:
+    files = list((PACKAGE / "stores" / "disk_format").glob("*.py"))
+    assert len(files) > 5
+    assert not [found for file in files for found in imports_beyond_the_format(file)]
+    file = tmp_path / "reader.py"
+    file.write_text("def f():\n    from scio_recorder.errors import RecordingError")
+    assert imports_beyond_the_format(file) == ["reader.py:2 imports errors"]
+
+
+def test_the_errors_of_the_disk_format_are_raised_again_in_one_place() -> None:
+    uses = {
+        name_of(file)
+        for file in FILES
+        for module, name, _ in imported(file)
+        if name in ("FormatError", "ContentError")
+        or (
+            name in ("RunReader", "RunWriter", "accessing", "parsing", "medium_at", "scan")
+            and ".disk_format" in module
+        )
+    }
+    assert {name for name in uses if ".disk_format." not in name} == {"stores.files"}
+
+
 def test_no_import_leads_back() -> None:
     graph = {
         name_of(file): {

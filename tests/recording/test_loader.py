@@ -21,7 +21,7 @@ from scio_recorder.errors import ArgumentError, LayerNotFoundError, RecordingErr
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import tensor_file
-from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.files import RunReader
 from tests.recording.nets import LoaderMemory, batches, recorder
 
 ROWS = 61

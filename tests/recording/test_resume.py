@@ -9,7 +9,7 @@ from torch import nn
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
 from scio_recorder.reductions import Covariance, Fold, Histogram, Mean, Moments
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.files import RunReader
 from tests.recording.nets import assert_same, batches, expected, recorder
 
 

@@ -24,7 +24,7 @@ from scio_recorder.reductions import Fold, Histogram, Mean, Moments
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.description import chunk_name
-from scio_recorder.stores.disk_format.writer import RunWriter
+from scio_recorder.stores.files import RunWriter
 from tests.recording.nets import assert_same, batches, expected, recorder
 from tests.stores.disk_format.by_the_book import put_together, read_run, take_apart
 

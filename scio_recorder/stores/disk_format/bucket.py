@@ -29,8 +29,14 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from scio_recorder.errors import RecordingError, needing
-from scio_recorder.stores.disk_format.medium import Medium, ReadAt, Stamp, WriteAt, accessing
+from scio_recorder.stores.disk_format.medium import (
+    FormatError,
+    Medium,
+    ReadAt,
+    Stamp,
+    WriteAt,
+    accessing,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -78,7 +84,7 @@ class Bucket(Medium):
 
     Raises
     ------
-    RecordingError
+    FormatError
         It is not such a URL.
     """
 
@@ -91,7 +97,7 @@ class Bucket(Medium):
         bucket, *folders = place.rstrip("/").split("/")
         if not bucket or any(sign in url for sign in "@?#") or {"", ".", ".."} & {*folders}:
             # It may hold a password, so the message does not repeat it.
-            raise RecordingError(
+            raise FormatError(
                 'the place of a recording in a bucket is written like "s3://bucket/run", and '
                 "credentials are taken from the environment"
             )
@@ -133,7 +139,7 @@ class Bucket(Medium):
             There is another answer, or none after several tries.
         """
         if self._process is None:
-            raise RecordingError(f"{self.path} has been closed; open it again")
+            raise FormatError(f"{self.path} has been closed; open it again")
         library, client = _library(self._url), _client_for(self._url, num_bytes)
         for attempt in range(_TRIES):
             if attempt:
@@ -192,7 +198,7 @@ class Bucket(Medium):
             stamp = Stamp(meta["size"], meta["e_tag"])
             out = out[: stamp.num_bytes - offset]
             if len(data) != len(out):
-                raise RecordingError(f"{self.path_of(name)} is damaged: {len(data)} bytes came")
+                raise FormatError(f"{self.path_of(name)} is damaged: {len(data)} bytes came")
             out[:] = data
             return stamp
 
@@ -231,7 +237,7 @@ class Bucket(Medium):
                     was_refused = True
                     break
         if not was_refused:
-            raise RecordingError(
+            raise FormatError(
                 f"{self.path}: this store replaces an existing object although the request "
                 "forbids it (If-None-Match: *), so writers could overwrite each other: use a "
                 "store that supports it"
@@ -308,13 +314,12 @@ def _library(url: str) -> Any:
     global _user
     _user = _user or os.getpid()
     if _user != os.getpid():
-        raise RecordingError(
+        raise FormatError(
             f"{url}: a process that was forked from one that uses buckets can't use them, since it "
             'lacks the threads: start processes by "spawn" or "forkserver", as in '
             'DataLoader(..., multiprocessing_context="spawn")'
         )
-    with needing("cloud", f"a recording on {url}"):
-        return importlib.import_module("obstore")
+    return importlib.import_module("obstore")
 
 
 def _client_for(url: str, num_bytes: int) -> ObjectStore:

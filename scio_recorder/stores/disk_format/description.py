@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from scio_recorder.errors import CollectWarning, RecordingError, warn
-from scio_recorder.layer import TensorSpec, few
 from scio_recorder.stores.disk_format.bucket import Bucket
-from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
+from scio_recorder.stores.disk_format.medium import FormatError, Medium, accessing, parsing
 from scio_recorder.stores.disk_format.tensor_file import (
     JSON,
+    Table,
     TensorFile,
+    TensorInfo,
     entries,
     table_from_json,
     table_to_json,
@@ -53,7 +53,7 @@ def row_column(name: str) -> str:
 
 # The column that names the sample of each row.
 SAMPLE = row_column("sample")
-_FIRST_COLUMN = ("sample", TensorSpec((), torch.int64))
+_FIRST_COLUMN = ("sample", TensorInfo((), torch.int64))
 
 
 def chunk_name(rank: int, number: int) -> str:
@@ -82,15 +82,16 @@ class Description:
 
     run: str
     world_size: int
-    layers: dict[str, TensorSpec]
+    layers: Table
     header: dict[str, JSON]
     # The columns of facts about rows; None if a row is a sample.
-    rows: dict[str, TensorSpec] | None = None
+    rows: Table | None = None
 
     @cached_property
-    def table(self) -> dict[str, TensorSpec]:
+    def table(self) -> Table:
         """Shape and dtype of one row of each layer and column of a chunk, in its order."""
-        return self.layers | {row_column(name): spec for name, spec in (self.rows or {}).items()}
+        columns = {row_column(name): spec for name, spec in (self.rows or {}).items()}
+        return {**self.layers, **columns}
 
     def to_json(self) -> dict[str, JSON]:
         """Return this as JSON."""
@@ -126,7 +127,7 @@ class Description:
     def check_rank(self, path: str, rank: int) -> None:
         """Refuse a rank for which the recording was not created."""
         if not 0 <= rank < self.world_size:
-            raise RecordingError(f"{path} was made for {self.world_size} ranks; there is no {rank}")
+            raise FormatError(f"{path} was made for {self.world_size} ranks; there is no {rank}")
 
     def place(self, rank: int, number: int, samples_before: int) -> dict[str, JSON]:
         """Return the place of a chunk, as its file states it."""
@@ -142,14 +143,15 @@ def read_description(medium: Medium) -> Description:
     """Return the description of a recording."""
     try:
         file = TensorFile(medium, DESCRIPTION_NAME)
-    except RecordingError as error:
+    except FormatError as error:
         if error.errno != errno.ENOENT:
             raise
         names = sorted(glob.glob(f"*/{DESCRIPTION_NAME}", root_dir=medium.path))
         found = [os.path.join(medium.path, os.path.dirname(name)) for name in names]
-        inside = few(found, _SHOWN, "open_recording({!r})".format)
+        more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
+        inside = ", ".join(f"open_recording({path!r})" for path in found[:_SHOWN]) + more
         advice = f", but folders in it hold recordings: {inside}" if found else ""
-        raise RecordingError(
+        raise FormatError(
             f"{medium.path} holds no recording: it has no {DESCRIPTION_NAME}"
             f"{advice or '; give the place to which one was written'}"
         ) from None
@@ -173,7 +175,7 @@ def place_of(path: str | os.PathLike[str]) -> str:
 
     Raises
     ------
-    RecordingError
+    FormatError
         It names neither a folder nor a place in a bucket.
 
     Examples
@@ -186,12 +188,12 @@ def place_of(path: str | os.PathLike[str]) -> str:
     if not place or "\0" in place or (prefix is not None and not is_url(place)):
         # The rest of a URL may hold a password.
         given = f'"{prefix[0]}..."' if prefix else repr(path)
-        raise RecordingError(
+        raise FormatError(
             f'{given} names no folder and no bucket: write "runs/one" for a folder, or a URL '
             'such as "s3://bucket/run" (also "gs://", "az://")'
         )
     if place.startswith("~"):
-        raise RecordingError(
+        raise FormatError(
             f"{place!r} begins with ~, which only shells replace by a home: write "
             f"os.path.expanduser({place!r})"
         )
@@ -210,18 +212,18 @@ def medium_at(path: str | os.PathLike[str], *, makes_it: bool = False) -> Medium
 
     Raises
     ------
-    RecordingError
+    FormatError
         There is no such folder, the URL is invalid, or the system has no such folders.
     """
     place = place_of(path)
     if sys.byteorder != "little":
-        raise RecordingError("recordings can only be used on little-endian machines")
+        raise FormatError("recordings can only be used on little-endian machines")
     if is_url(place):
         return Bucket(place)
     try:
         from scio_recorder.stores.disk_format.folder import Folder, make_folder
     except ImportError as error:
-        raise RecordingError(
+        raise FormatError(
             f"{place}: a recording in a folder needs locks of files, which this system lacks "
             f'({error}): write store="host", reduce=..., or the URL of a bucket'
         ) from None
@@ -256,55 +258,11 @@ def for_others(path: str) -> str:
     return path if is_url(path) else os.path.abspath(path)
 
 
-def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
+def check_equal(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
     """Refuse to continue or to join a recording with other settings."""
-    there, here = _briefly(stored), _briefly(given)
-    if there["architecture"] != here["architecture"]:
-        raise RecordingError(
-            f"{path} was recorded from another network, whose layers differ: give that network, or "
-            "choose another folder"
-        )
-    made_with, makes_with = (one.pop("made_with", None) for one in (there, here))
-    # Digests tell nothing to a reader.
-    has_other_weights = there.pop("weights", None) != here.pop("weights", None)
-    found = ["the weights are others"] * has_other_weights + differences(there, here)
-    if found:
-        way = ""
-        if stored.get("world_size") != given.get("world_size"):
-            way = "; collect_parts goes on with any number of processes"
-        elif stored.get("process") != given.get("process"):
-            way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
+    if found := differences(stored, given):
         shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-        raise RecordingError(
-            f"{path} was recorded with other settings: {shown}. Give the same network and "
-            f"settings, or choose another folder{way}"
-        )
-    if made_with and makes_with:
-        _warn_of_versions(path, made_with, makes_with)
-
-
-def _warn_of_versions(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
-    """Warn if a recording goes on with another torch, or another package of the net."""
-    packages = dict.fromkeys(("torch", str(given.get("net")).partition(".")[0]))
-    names = [name for name in packages if stored.get(name) != given.get(name)]
-    if names:
-        texts = [
-            ", ".join(f"{name} {_short(one.get(name))}" for name in names)
-            for one in (stored, given)
-        ]
-        warn(
-            f"{path} was begun with {texts[0]}, and goes on with {texts[1]}, which may compute "
-            "other numbers: go on with the versions that it was begun with, or choose another "
-            "folder",
-            CollectWarning,
-        )
-
-
-def _briefly(header: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that must agree, with the fingerprint in place of the architecture."""
-    architecture = header.get("architecture")
-    fingerprint = architecture.get("fingerprint") if isinstance(architecture, dict) else None
-    return {**header, "architecture": fingerprint}
+        raise FormatError(f"{path} was recorded with other settings: {shown}")
 
 
 def differences(stored: Any, given: Any, path: str = "") -> list[str]:
@@ -322,10 +280,11 @@ def differences(stored: Any, given: Any, path: str = "") -> list[str]:
         return lines
     if type(stored) is type(given) and stored == given:
         return []
-    return [f"{path} is {_short(stored)} there and {_short(given)} here"]
+    return [f"{path} is {brief(stored)} there and {brief(given)} here"]
 
 
-def _short(value: object) -> str:
+def brief(value: object) -> str:
+    """Return a JSON text, or its beginning."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -334,4 +293,4 @@ def check_empty(medium: Medium) -> None:
     """Refuse a place that holds anything but the beginning of a recording."""
     others = [name for name in medium.names() if not _REMAINS.fullmatch(name)]
     if others and DESCRIPTION_NAME not in others:
-        raise RecordingError(f"{medium.path} is not empty: it holds {others[0]!r}; choose another")
+        raise FormatError(f"{medium.path} is not empty: it holds {others[0]!r}; choose another")

@@ -23,9 +23,15 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
-from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format import system
-from scio_recorder.stores.disk_format.medium import Medium, ReadAt, Stamp, WriteAt, accessing
+from scio_recorder.stores.disk_format.medium import (
+    FormatError,
+    Medium,
+    ReadAt,
+    Stamp,
+    WriteAt,
+    accessing,
+)
 
 _T = TypeVar("_T")
 
@@ -54,7 +60,7 @@ def read_at(descriptor: int, path: str, stamp: Stamp, offset: int, out: memoryvi
     while out:
         done = system.pread_into(descriptor, out, offset)
         if not done:
-            raise RecordingError(f"{path} is damaged: it ends at byte {offset}")
+            raise FormatError(f"{path} is damaged: it ends at byte {offset}")
         out, offset = out[done:], offset + done
     return stamp
 
@@ -86,7 +92,7 @@ class Folder(Medium):
     def descriptor(self) -> int:
         """The descriptor relative to which names are resolved."""
         if not self._descriptors:
-            raise RecordingError(f"{self.path} has been closed; open it again")
+            raise FormatError(f"{self.path} has been closed; open it again")
         return self._descriptors[""]
 
     def lock(self, name: str) -> None:
@@ -94,7 +100,7 @@ class Folder(Medium):
 
         Raises
         ------
-        RecordingError
+        FormatError
             If another writer holds the lock.
         """
         _LOCKED.add(self)
@@ -104,7 +110,7 @@ class Folder(Medium):
             system.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
             message = f"{self.path} is being written by another writer, which holds {name}"
-            raise RecordingError(message) from cause
+            raise FormatError(message) from cause
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names in the folder with a prefix, sorted."""
@@ -135,11 +141,11 @@ class Folder(Medium):
         try:
             status = system.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise RecordingError(f"{self.path_of(name)} is not a regular file")
+                raise FormatError(f"{self.path_of(name)} is not a regular file")
             # Writing into a file changes one or the other.
             found = Stamp(status.st_size, status.st_mtime_ns)
             if stamp not in (None, found):
-                raise RecordingError(f"{self.path_of(name)} was replaced since it was opened")
+                raise FormatError(f"{self.path_of(name)} was replaced since it was opened")
             yield partial(read_at, descriptor, self.path_of(name), found)
         finally:
             close_quietly(descriptor)

@@ -1,4 +1,4 @@
-"""The medium of a recording, which keeps files under plain names.
+"""The medium of a recording, which keeps files under plain names, and what goes wrong with it.
 
 The format itself makes all names, never from text in a file. A missing file is a
 `FileNotFoundError` in every medium, and an existing one a `FileExistsError`.
@@ -8,52 +8,65 @@ from __future__ import annotations
 
 import abc
 import errno
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, TypeAlias, TypeVar
-
-from scio_recorder.errors import RecordingError
 
 _T = TypeVar("_T")
 # Writes data at an offset of a file that is not in place yet. The data must not change until then.
 WriteAt: TypeAlias = Callable[[int, bytes | memoryview], None]
 
 
+class FormatError(OSError):
+    """A recording that can't be read, written or trusted: the message names the place and why."""
+
+
+class ContentError(ValueError):
+    """Values that the format can't hold."""
+
+
+# A file may contain any type at any place, so reading it can fail in any of these ways.
+DAMAGE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+
+
 @contextmanager
 def accessing(path: str) -> Iterator[None]:
-    """Raise an `OSError` of the block as a `RecordingError` with the same ``errno``."""
+    """Raise an `OSError` of the block as a `FormatError` with the same ``errno``."""
     try:
         yield
-    except RecordingError:
+    except FormatError:
         raise
     except OSError as cause:
-        raise _explained(path, cause) from cause
-
-
-def _explained(path: str, cause: OSError) -> RecordingError:
-    linked = cause.errno == errno.ELOOP
-    reason = "is a link, and links are not followed" if linked else cause.strerror or cause
-    if cause.errno == errno.ENOTDIR:
-        reason = "is a file, or lies in one: name a folder"
-    error = RecordingError(f"{path}: {reason}")
-    error.errno = cause.errno
-    return error
+        raise explained(path, cause) from cause
 
 
 @contextmanager
 def parsing(path: str) -> Iterator[None]:
-    """Raise errors that a damaged or hostile file causes in the block as a `RecordingError`."""
+    """Raise what a damaged or hostile file causes as a `FormatError`; the block only parses it."""
     try:
         yield
-    except RecordingError:
+    except FormatError:
         raise
-    except OSError as cause:
-        raise _explained(path, cause) from cause
-    # A file may contain any type at any place, so reading it can fail in any of these ways. Such a
-    # block contains only the parsing of one file.
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as cause:
+    except DAMAGE as cause:
+        raise explained(path, cause) from cause
+
+
+def explained(path: str, cause: Exception) -> FormatError:
+    """Return an error that says what is wrong at a path."""
+    if isinstance(cause, FormatError):
+        return cause
+    if not isinstance(cause, OSError):
         reason = f"unknown or missing {cause}" if isinstance(cause, KeyError) else str(cause)
-        raise RecordingError(f"{path} is damaged: {reason:.200}") from cause
+        return FormatError(f"{path} is damaged: {reason:.200}")
+    linked = cause.errno == errno.ELOOP
+    reason = "is a link, and links are not followed" if linked else str(cause.strerror or cause)
+    if cause.errno == errno.ENOTDIR:
+        reason = "is a file, or lies in one: name a folder"
+    error = FormatError(f"{path}: {reason}")
+    error.errno = cause.errno
+    return error
 
 
 class Stamp(NamedTuple):
@@ -121,7 +134,7 @@ class Medium(abc.ABC):
 
         Raises
         ------
-        RecordingError
+        FormatError
             It is another one than before, or no regular file.
         """
 
@@ -180,7 +193,7 @@ class Medium(abc.ABC):
 
         Raises
         ------
-        RecordingError
+        FormatError
             If another writer holds the lock.
         """
 
@@ -189,3 +202,29 @@ class Medium(abc.ABC):
 
     def sync(self) -> None:  # noqa: B027 - does nothing if visible files are durable
         """Make found files durable: their writer may have been killed before they were."""
+
+
+def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) -> None:
+    """Call ``work`` with each item in this many threads at once; raise the first error.
+
+    Where no thread can be started, this one does all of it.
+
+    Examples
+    --------
+    >>> found = []
+    >>> for_each(found.append, range(4), threads=2)
+    >>> sorted(found)
+    [0, 1, 2, 3]
+    """
+    if min(threads, len(items)) < 2:
+        for item in items:
+            work(item)
+        return
+    with ThreadPoolExecutor(min(threads, len(items))) as pool:
+        try:
+            # After an error, work that has not begun is cancelled.
+            calls = pool.map(work, items)
+        except RuntimeError:
+            # No thread can be started here. What has begun in others is done once more.
+            calls = map(work, items)
+        deque(calls, maxlen=0)

@@ -29,8 +29,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scio_recorder.errors import CollectError, LayerNotFoundError, RecordingError
-from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.description import (
     SAMPLE,
     VALUES,
@@ -43,19 +41,25 @@ from scio_recorder.stores.disk_format.description import (
     state_name,
 )
 from scio_recorder.stores.disk_format.ids import SampleIds, ids_from_json, ids_to_json
-from scio_recorder.stores.disk_format.medium import Medium, accessing, parsing
+from scio_recorder.stores.disk_format.medium import (
+    FormatError,
+    Medium,
+    accessing,
+    for_each,
+    parsing,
+)
 from scio_recorder.stores.disk_format.tensor_file import (
     BLOCK_BYTES,
     JSON,
     MAX_SIZE,
     Table,
     TensorFile,
+    TensorInfo,
     checksum,
     empty_bytes,
     expect,
     parse,
 )
-from scio_recorder.tensors.processes import for_each
 
 _CHUNK_NAME = re.compile(r"chunk-(\d{5})-(\d{8})\.safetensors", re.ASCII)
 _TOKEN = re.compile(r"[0-9a-f]{16}", re.ASCII)
@@ -240,7 +244,7 @@ def scan(medium: Medium, rank: int | None = None) -> Run:
 
     Raises
     ------
-    RecordingError
+    FormatError
         If anything does not fit, naming the file.
     """
     run = Run(medium, read_description(medium))
@@ -266,7 +270,7 @@ def _counted(run: Run, names: Set[str]) -> dict[int, int]:
     for match in filter(None, map(_CHUNK_NAME.fullmatch, names)):
         owner, number = int(match[1]), int(match[2])
         if owner >= run.description.world_size:
-            raise RecordingError(f"{run.medium.path_of(match[0])} is out of place: no such rank")
+            raise FormatError(f"{run.medium.path_of(match[0])} is out of place: no such rank")
         counts[owner] = max(number + 1, counts.get(owner, 0))
     return counts
 
@@ -300,19 +304,6 @@ def _read_manifest(run: Run, rank: int, said: Any) -> None:
         raise ValueError("it does not match the chunks")
 
 
-def refuse_repeated_ids(path: str, run: Run) -> None:
-    """Raise `CollectError` if two samples have the same id."""
-    repeated = run.sample_ids().repeated()
-    if repeated is not None:
-        chunks = [chunk for chunk in run.all_chunks if repeated in chunk.ids]
-        raise CollectError(
-            f"{path}: two samples have the id {repeated!r}, in part {chunks[0].rank} and part "
-            f"{chunks[-1].rank}: each needs an id of its own. The data on disk stays and can be "
-            "read; collect again into another folder, with other sample_ids, or with parts that "
-            "have no sample twice, as by a sampler that repeats none (drop_last=True)"
-        )
-
-
 class RowReader(abc.ABC):
     """Rows that lie in several files, one after the other.
 
@@ -320,7 +311,7 @@ class RowReader(abc.ABC):
     ----------
     path : str
         The folder.
-    table : dict of str to TensorSpec
+    table : dict of str to TensorInfo
         Shape and dtype of one row of everything that can be read.
     starts : sequence of int
         The number of rows before each file, and of all rows.
@@ -343,9 +334,9 @@ class RowReader(abc.ABC):
 
         Raises
         ------
-        LayerNotFoundError, IndexError
+        LookupError
             If there is no such name or there are no such rows.
-        RecordingError
+        FormatError
             If the data differs from the written data.
         """
         spec = self._spec(name)
@@ -384,10 +375,10 @@ class RowReader(abc.ABC):
         """
         return ""
 
-    def _spec(self, name: str) -> TensorSpec:
+    def _spec(self, name: str) -> TensorInfo:
         if name not in self.table:
             known = ", ".join(map(repr, self.table)) or "none"
-            raise LayerNotFoundError(f"{self.path} has no layer {name!r}; it has {known}")
+            raise LookupError(f"{self.path} has no layer {name!r}; it has {known}")
         return self.table[name]
 
 
@@ -447,7 +438,7 @@ class KeptReader:
         ------
         IndexError
             There is no such batch.
-        RecordingError
+        FormatError
             The file is damaged.
         """
         number = range(len(self.rows))[number]
@@ -496,11 +487,11 @@ class RunReader(RowReader):
     ----------
     header : dict
         The settings that the writer stored.
-    layers : dict of str to TensorSpec
+    layers : dict of str to TensorInfo
         Shape and dtype of one row of each layer.
-    rows : dict of str to TensorSpec, or None
+    rows : dict of str to TensorInfo, or None
         The columns of facts about rows, such as their samples; None if a row is a sample.
-    table : dict of str to TensorSpec
+    table : dict of str to TensorInfo
         Everything that can be read of rows: layers, and columns by their names in chunks.
     sample_ids : SampleIds
         The ids of all samples, in order.
@@ -517,16 +508,16 @@ class RunReader(RowReader):
 
     Raises
     ------
-    RecordingError
+    FormatError
         If anything does not fit together; the message names the file.
 
     Examples
     --------
     >>> import tempfile, torch
-    >>> from scio_recorder.layer import TensorSpec
+    >>> from scio_recorder.stores.disk_format.tensor_file import TensorInfo
     >>> from scio_recorder.stores.disk_format.writer import RunWriter
     >>> folder = tempfile.TemporaryDirectory()
-    >>> layers = {"1-3": TensorSpec((2,), torch.float32)}
+    >>> layers = {"1-3": TensorInfo((2,), torch.float32)}
     >>> with RunWriter.create(folder.name + "/run", layers=layers, header={}) as writer:
     ...     writer.append({"1-3": torch.arange(6.0).view(3, 2)}, range(3))
     ...     writer.finish()
@@ -572,7 +563,7 @@ class RunReader(RowReader):
         if verify:
             for report in self.verify():
                 if report.problem is not None:
-                    raise RecordingError(report.problem)
+                    raise FormatError(report.problem)
 
     @property
     def num_samples(self) -> int:
@@ -633,12 +624,12 @@ class RunReader(RowReader):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(RunReader, rank=self.rank), (for_others(self.path),)
+        return partial(type(self), rank=self.rank), (for_others(self.path),)
 
     def _count_on(self, samples: NDArray[numpy.int64], chunk: Chunk) -> None:
         """Count samples over all ranks; a chunk counts those of its own rank."""
         if samples.min() < 0 or samples.max() >= chunk.samples_before + len(chunk.ids):
-            raise RecordingError(
+            raise FormatError(
                 f"{chunk.path} is damaged: it has rows of samples that don't exist yet"
             )
         samples += self._first_samples[chunk.rank]
@@ -647,7 +638,7 @@ class RunReader(RowReader):
 def _report(name: str, opened: Callable[[], TensorFile]) -> FileReport:
     try:
         return FileReport(name, opened().verify(), None)
-    except RecordingError as error:
+    except FormatError as error:
         return FileReport(name, 0, str(error))
 
 
@@ -680,14 +671,14 @@ class JoinedReader(RowReader):
         self.layers = {name: self._joined(name, spec) for name, spec in whole.layers.items()}
         self.table = {**whole.table, **self.layers}
 
-    def _joined(self, name: str, spec: TensorSpec) -> TensorSpec:
+    def _joined(self, name: str, spec: TensorInfo) -> TensorInfo:
         if name not in self._axes:
             return spec
         shape, axis = list(spec.shape), self._axes[name]
         if -axis > len(shape):
             raise ValueError(f"layer {name} has no dimension {axis}, along which it is sharded")
         shape[axis] *= len(self._parts)
-        return TensorSpec(tuple(shape), spec.dtype)
+        return TensorInfo(tuple(shape), spec.dtype)
 
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
         spec, start = self._spec(name), start + self.starts[number]

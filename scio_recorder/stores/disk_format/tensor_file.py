@@ -12,9 +12,10 @@ compares.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy
 import torch
@@ -22,15 +23,46 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scio_recorder.errors import RecordingError
-from scio_recorder.layer import TensorSpec
-from scio_recorder.stores.disk_format.medium import Medium, ReadAt, WriteAt, accessing, parsing
-from scio_recorder.tensors.processes import for_each
-from scio_recorder.tensors.properties import DTYPES, dtype_name
+from scio_recorder.stores.disk_format.medium import (
+    FormatError,
+    Medium,
+    ReadAt,
+    WriteAt,
+    accessing,
+    for_each,
+    parsing,
+)
 
-JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
-Table: TypeAlias = Mapping[str, TensorSpec]
 _T = TypeVar("_T")
+JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
+
+
+class TensorInfo(NamedTuple):
+    """The shape and dtype of a tensor.
+
+    Examples
+    --------
+    >>> TensorInfo((2, 3), torch.float32).nbytes
+    24
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"shape {self.shape} and {self.dtype}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, rows: int) -> TensorInfo:
+        """Return the shape and dtype of this many such tensors, stacked."""
+        return TensorInfo((rows, *self.shape), self.dtype)
+
+
+Table: TypeAlias = Mapping[str, TensorInfo]
 
 DIGITS = 16
 MAX_FILE_BYTES = 64 << 20
@@ -72,6 +104,13 @@ _FORMAT_NAMES = {
     torch.complex128: None,
 }
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in tables."""
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES = {dtype_name(dtype): dtype for dtype in _FORMAT_NAMES}
 
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
@@ -172,7 +211,7 @@ def table_to_json(table: Table) -> list[JSON]:
 
     Examples
     --------
-    >>> table_to_json({"1-3": TensorSpec((64, 7), torch.bfloat16)})
+    >>> table_to_json({"1-3": TensorInfo((64, 7), torch.bfloat16)})
     [['1-3', {'dtype': 'bfloat16', 'shape': [64, 7]}]]
     """
     for name, spec in table.items():
@@ -188,9 +227,9 @@ def table_to_json(table: Table) -> list[JSON]:
     ]
 
 
-def table_from_json(value: Any) -> dict[str, TensorSpec]:
+def table_from_json(value: Any) -> dict[str, TensorInfo]:
     """Return the table that `table_to_json` wrote; `ValueError` for anything else."""
-    table: dict[str, TensorSpec] = {}
+    table: dict[str, TensorInfo] = {}
     for name, entry in expect(value, list):
         if type(name) is not str or name in table:
             raise ValueError("a name is listed twice, or is no text")
@@ -198,25 +237,23 @@ def table_from_json(value: Any) -> dict[str, TensorSpec]:
     return table
 
 
-def _spec_from_json(value: Any) -> TensorSpec:
-    shape, dtype, product = value["shape"], DTYPES[value["dtype"]], 1
+def _spec_from_json(value: Any) -> TensorInfo:
+    shape, dtype, product = value["shape"], _DTYPES[value["dtype"]], 1
     for size in shape:
         if type(size) is not int or not 0 <= size <= MAX_SIZE:
             raise ValueError(f"{shape} is not a shape")
         product *= size or 1
     if type(shape) is not list or len(shape) >= MAX_DIMENSIONS or product > MAX_SIZE:
         raise ValueError(f"{shape!s:.100} is not a shape")
-    if dtype not in _FORMAT_NAMES:
-        raise ValueError(f"no file holds {dtype}")
-    return TensorSpec(tuple(shape), dtype)
+    return TensorInfo(tuple(shape), dtype)
 
 
-def table_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+def table_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
     """Return shapes and dtypes of tensors; `ValueError` for those without numbers in memory."""
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
             raise ValueError(f"{name} has no plain memory to write; make it an ordinary tensor")
-    return {name: TensorSpec(tuple(x.shape), x.dtype) for name, x in tensors.items()}
+    return {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in tensors.items()}
 
 
 class Layout:
@@ -226,7 +263,7 @@ class Layout:
 
     Parameters
     ----------
-    table : mapping of str to TensorSpec
+    table : mapping of str to TensorInfo
         The tensors in the file.
     content : mapping of str to JSON
         The rest of the content; `ValueError` if it is too large.
@@ -337,7 +374,7 @@ class TensorFile:
 
     Attributes
     ----------
-    table : dict of str to TensorSpec
+    table : dict of str to TensorInfo
         Its tensors.
     content : dict of str to JSON
         The rest of its content.
@@ -346,7 +383,7 @@ class TensorFile:
 
     Raises
     ------
-    RecordingError
+    FormatError
         If the length of the file differs from its header, or the header is damaged.
     """
 
@@ -430,7 +467,7 @@ class TensorFile:
 
     def _verify(self, block: memoryview, offset: int, number: int) -> None:
         if checksum(block) != self._blocks[number * DIGITS : (number + 1) * DIGITS]:
-            raise RecordingError(
+            raise FormatError(
                 f"{self.path} is damaged: bytes {offset} to {offset + len(block)} do not match "
                 "their checksum"
             )

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.stores.disk_format.description import (
     DESCRIPTION_NAME,
     SAMPLE,
     VALUES,
     Description,
     check_empty,
-    check_settings,
+    check_equal,
     chunk_name,
     manifest_name,
     medium_at,
@@ -27,7 +26,13 @@ from scio_recorder.stores.disk_format.description import (
     state_name,
 )
 from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
-from scio_recorder.stores.disk_format.medium import Medium, WriteAt, accessing
+from scio_recorder.stores.disk_format.medium import (
+    ContentError,
+    FormatError,
+    Medium,
+    WriteAt,
+    accessing,
+)
 from scio_recorder.stores.disk_format.reader import KeptBatches, Packed, Run, scan
 from scio_recorder.stores.disk_format.tensor_file import (
     JSON,
@@ -48,14 +53,22 @@ class WriteRight(NamedTuple):
     Parameters
     ----------
     check : callable
-        Called before and after each file is put in place. It raises `RecordingError` once the right
-        is lost: then nothing is written, and nothing that was is reported as durable.
+        Called before and after each file is put in place. It raises an error once the right is
+        lost: then nothing is written, and nothing that was is reported as durable.
     is_inherited : bool, default False
         Whether an earlier holder may have left files.
     """
 
     check: Callable[[], object]
     is_inherited: bool = False
+
+
+class _NewRun(NamedTuple):
+    """A recording to create, or to join if another rank has created it with the same settings."""
+
+    description: Description
+    write: Callable[[WriteAt], str]
+    check_equal: Callable[[str, dict[str, Any], dict[str, Any]], object]
 
 
 class RunWriter:
@@ -77,32 +90,34 @@ class RunWriter:
         path: str,
         rank: int,
         right: WriteRight | None,
-        begin: Callable[[Medium], Run] | None = None,
+        new: _NewRun | None = None,
     ) -> None:
         self._rank, self._right = rank, right
         self._check_right = right.check if right is not None else lambda: None
-        self._medium = medium_at(path, makes_it=begin is not None and right is None)
-        with accessing(path):
-            try:
-                self._open(begin)
-            except BaseException as error:
-                self.abort()
-                if isinstance(error, Exception):
-                    # Samples of another writer are in the way of one that has lost its right.
-                    self._check_right()
-                raise
+        self._medium = medium_at(path, makes_it=new is not None and right is None)
+        try:
+            with accessing(path):
+                self._open(new)
+            if new is not None and self.run.description.run != new.description.run:
+                _check_joining(path, self.run, new, rank)
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, Exception):
+                # Samples of another writer are in the way of one that has lost its right.
+                self._check_right()
+            raise
 
-    def _open(self, begin: Callable[[Medium], Run] | None) -> None:
-        """Find out what is durable; ``begin`` creates or joins a recording, None resumes one."""
+    def _open(self, new: _NewRun | None) -> None:
+        """Find out what is durable, of a new recording or one to resume."""
         medium, rank = self._medium, self._rank
-        if begin is None:
+        if new is None:
             # Before the lock, so that no file appears in a folder that holds something else.
             read_description(medium).check_rank(medium.path, rank)
         if self._right is None:
             medium.lock(f"lock-{rank:05d}")
-        self.run = scan(medium, rank) if begin is None else begin(medium)
-        if begin is None and self.run.is_complete:
-            raise RecordingError(f"{medium.path} is complete" + (f" for rank {rank}" * (rank > 0)))
+        self.run = scan(medium, rank) if new is None else begun(medium, new, rank)
+        if new is None and self.run.is_complete:
+            raise FormatError(f"{medium.path} is complete" + (f" for rank {rank}" * (rank > 0)))
         self.sample_ids = self.run.sample_ids()
         self._is_finishing = False
         # The files with the tensors of the last states that this writer has put.
@@ -126,6 +141,7 @@ class RunWriter:
         world_size: int = 1,
         rank: int = 0,
         right: WriteRight | None = None,
+        check_equal: Callable[[str, dict[str, Any], dict[str, Any]], object] = check_equal,
     ) -> Self:
         """Start a recording in an empty or missing folder, or join one of several ranks.
 
@@ -147,12 +163,15 @@ class RunWriter:
             The rank whose part to write.
         right
             Grants writing it, in place of a lock.
+        check_equal
+            ``path, stored settings, given settings``: raises an error if they differ too much for a
+            rank to join.
 
         Raises
         ------
-        CollectError
+        ContentError
             A dtype, a name or the header can't be written.
-        RecordingError
+        FormatError
             The folder is not empty, holds samples of this rank or a different recording, or is not
             writable.
         """
@@ -163,9 +182,9 @@ class RunWriter:
             said = given.to_json()
             description, write = Description.from_json(as_read(said)), file_writer({}, said)
         except (TypeError, ValueError) as cause:
-            raise CollectError(f"a recording can't be described: {cause}") from cause
+            raise ContentError(f"a recording can't be described: {cause}") from cause
         description.check_rank(os.fspath(path), rank)
-        return cls(os.fspath(path), rank, right, lambda at: begun(at, description, write, rank))
+        return cls(os.fspath(path), rank, right, _NewRun(description, write, check_equal))
 
     @classmethod
     def resume(
@@ -184,7 +203,7 @@ class RunWriter:
 
         Raises
         ------
-        RecordingError
+        FormatError
             There is no recording, it is damaged, this rank of it is complete, or another writer is
             active.
         """
@@ -225,15 +244,15 @@ class RunWriter:
 
         Raises
         ------
-        CollectError
+        ContentError
             The tensors are not those for which the recording was created.
-        RecordingError
+        FormatError
             The disk fails or is full. Durable chunks stay, and the same chunk can be appended
             again, unless it is unknown whether it was written.
         """
         self.check_usable()
         if self._is_finishing:
-            raise RecordingError(f"{self._medium.path} is finished; nothing can be added")
+            raise FormatError(f"{self._medium.path} is finished; nothing can be added")
         try:
             ids = to_ids(sample_ids)
             self.sample_ids.check(ids)
@@ -249,7 +268,7 @@ class RunWriter:
                 place = self.run.description.state_place(self._rank, token)
                 files.insert(0, (state_name(self._rank, token), file_writer(named, place)))
         except (TypeError, ValueError) as cause:
-            raise CollectError(f"a chunk can't be written: {cause}") from cause
+            raise ContentError(f"a chunk can't be written: {cause}") from cause
         for name, write in files:
             stated = self._put(name, write), content
         self.run.add(self._rank, stated)
@@ -279,18 +298,18 @@ class RunWriter:
 
     def _put(self, name: str, write: Callable[[WriteAt], str]) -> str:
         """Put a file in place, unless the right to do so is lost by then."""
-        with accessing(self._medium.path):
-            self._check_right()
-            try:
+        self._check_right()
+        try:
+            with accessing(self._medium.path):
                 written = self._medium.put(name, f"{self._rank:05d}", write)
-            except OSError:
-                # It can leave a state to which no commit refers.
-                self._has_leftovers = True
-                # The writer that has the right now may have removed the unfinished file.
-                self._check_right()
-                raise
+        except FormatError:
+            # It can leave a state to which no commit refers.
+            self._has_leftovers = True
+            # The writer that has the right now may have removed the unfinished file.
             self._check_right()
-            return written
+            raise
+        self._check_right()
+        return written
 
     def abort(self) -> None:
         """Close the files; durable chunks stay, and the recording can be resumed."""
@@ -308,9 +327,9 @@ class RunWriter:
         return self._medium.is_open
 
     def check_usable(self) -> None:
-        """Raise `RecordingError` unless it `is_open`."""
+        """Raise `FormatError` unless it `is_open`."""
         if not self.is_open:
-            raise RecordingError(
+            raise FormatError(
                 f"this writer of {self._medium.path} is closed, or another process opened it: "
                 "resume the recording"
             )
@@ -389,33 +408,26 @@ def _kept_tensors(kept: KeptBatches, rows: int) -> dict[str, Tensor]:
     return tensors | {VALUES: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
 
-def begun(
-    medium: Medium, description: Description, write: Callable[[WriteAt], str], rank: int
-) -> Run:
-    """Return the recording of this description, which ``write`` writes now, or another rank has.
+def begun(medium: Medium, new: _NewRun, rank: int) -> Run:
+    """Return a new recording, whose description is written now, or that of another rank.
 
     If several create it at once, the first one does, and the others join it.
     """
     if not medium.has(DESCRIPTION_NAME):
         check_empty(medium)
         with suppress(FileExistsError):
-            medium.put(DESCRIPTION_NAME, f"{rank:05d}", write)
-            return Run(medium, description, {rank: []})
-    run = scan(medium, rank)
-    if run.description.run != description.run:
-        _check_joining(medium.path, run, description, rank)
-    return run
+            medium.put(DESCRIPTION_NAME, f"{rank:05d}", new.write)
+            return Run(medium, new.description, {rank: []})
+    return scan(medium, rank)
 
 
-def _check_joining(path: str, run: Run, given: Description, rank: int) -> None:
+def _check_joining(path: str, run: Run, new: _NewRun, rank: int) -> None:
     """Refuse a rank that can't join the recording that another has created."""
-    if given.world_size == run.description.world_size == 1:
-        raise RecordingError(
-            f"{path} already holds a recording; resume it or choose another folder"
-        )
-    check_settings(path, _settings(run.description), _settings(given))
+    if new.description.world_size == run.description.world_size == 1:
+        raise FormatError(f"{path} already holds a recording; resume it or choose another folder")
+    new.check_equal(path, _settings(run.description), _settings(new.description))
     if run.chunks[rank] or run.closed:
-        raise RecordingError(
+        raise FormatError(
             f"{path} already holds samples of rank {rank}: resume it, or choose another folder"
         )
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.description import holds_recording
 from scio_recorder.stores.disk_format.reader import Packed, RunReader
+from scio_recorder.stores.disk_format.tensor_file import TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LAYERS = {
-    "1-1": TensorSpec((3,), torch.float32),
-    "2-1": TensorSpec((2, 2), torch.bfloat16),
-    "label": TensorSpec((), torch.int64),
-    "nothing": TensorSpec((0, 4), torch.float16),
+    "1-1": TensorInfo((3,), torch.float32),
+    "2-1": TensorInfo((2, 2), torch.bfloat16),
+    "label": TensorInfo((), torch.int64),
+    "nothing": TensorInfo((0, 4), torch.float16),
 }
 HEADER = {"fingerprint": "abc", "settings": {"every": 1, "scale": 0.1}}
 CHUNKS = ((0, 3), (3, 5), (5, 9))

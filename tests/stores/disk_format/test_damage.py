@@ -1,4 +1,4 @@
-"""Whatever happens to a byte on disk: the right data, or a `RecordingError` that names the file."""
+"""Whatever happens to a byte on disk: the right data, or a `FormatError` that names the file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scio_recorder.errors import RecordingError
-from scio_recorder.layer import TensorSpec
+from scio_recorder.stores.disk_format.medium import FormatError
 from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.tensor_file import TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import (
     NUM_SAMPLES,
@@ -56,7 +56,7 @@ def survives(run: Path, file: Path) -> bool:
     problem = None
     try:
         count = check_contents(run)
-    except RecordingError as error:
+    except FormatError as error:
         problem = str(error)
     if problem is not None:
         assert str(run) in problem
@@ -117,9 +117,7 @@ def test_a_missing_end(run):
     # All that tells of the last commit of an unfinished recording is its file.
     find(run, f"{CHUNK}2.safetensors").unlink()
     if (run / MANIFEST).exists():
-        with pytest.raises(
-            RecordingError, match=r"chunk-00000-00000002\.safetensors: No such file"
-        ):
+        with pytest.raises(FormatError, match=r"chunk-00000-00000002\.safetensors: No such file"):
             RunReader(run)
     else:
         assert check_contents(run, with_state=False) == 5
@@ -130,7 +128,7 @@ def test_chunks_that_changed_places(run):
     kept = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(kept)
-    with pytest.raises(RecordingError, match=r"chunk-00000-00000000.* does not belong here"):
+    with pytest.raises(FormatError, match=r"chunk-00000-00000000.* does not belong here"):
         RunReader(run)
 
 
@@ -142,11 +140,11 @@ def test_data_of_another_recording(run):
     file.write_bytes(data)
     with RunReader(run) as reader:
         reader.read("1-1", 3, 9)
-        with pytest.raises(RecordingError, match=r"0000\.safetensors.*do not match their checksum"):
+        with pytest.raises(FormatError, match=r"0000\.safetensors.*do not match their checksum"):
             reader.read("1-1", 2, 4)
         problems = [report.name for report in reader.verify() if report.problem]
     assert problems == [f"{CHUNK}0.safetensors"]
-    with pytest.raises(RecordingError, match="chunk-00000-00000000"):
+    with pytest.raises(FormatError, match="chunk-00000-00000000"):
         RunReader(run, verify=True)
 
 
@@ -154,7 +152,7 @@ def test_data_of_another_recording(run):
 def test_a_file_of_another_recording(run, tmp_path, name):
     other = make_run(tmp_path / "other", finish=False)
     shutil.copy(find(other, name), find(run, name))
-    with pytest.raises(RecordingError, match=r"safetensors.*does not belong here"):
+    with pytest.raises(FormatError, match=r"safetensors.*does not belong here"):
         check_contents(run)
 
 
@@ -163,7 +161,7 @@ def test_a_chunk_that_is_replaced_while_it_is_read(run, tmp_path):
     make_run(tmp_path / "other", finish=False)
     with RunReader(run) as reader:
         shutil.copy(find(tmp_path / "other", f"{CHUNK}0.safetensors"), run)
-        with pytest.raises(RecordingError, match="was replaced since it was opened"):
+        with pytest.raises(FormatError, match="was replaced since it was opened"):
             reader.read("1-1", 0, 3)
 
 
@@ -174,10 +172,10 @@ def test_a_chunk_too_many(run):
         # A commit behind the manifest never counted.
         assert check_contents(run) == NUM_SAMPLES
         return
-    with pytest.raises(RecordingError, match=r"00000003\.safetensors: No such file"):
+    with pytest.raises(FormatError, match=r"00000003\.safetensors: No such file"):
         RunReader(run)
     extra.rename(run / f"{CHUNK}3.safetensors")
-    with pytest.raises(RecordingError, match=r"00000003\.safetensors.*does not belong here"):
+    with pytest.raises(FormatError, match=r"00000003\.safetensors.*does not belong here"):
         RunReader(run)
 
 
@@ -194,7 +192,7 @@ def test_a_commit_behind_the_manifest(tmp_path):
 
 def test_a_rank_too_many(run):
     shutil.copy(find(run, f"{CHUNK}0.safetensors"), run / "chunk-00001-00000000.safetensors")
-    with pytest.raises(RecordingError, match=r"chunk-00001-00000000\.safetensors is out of place"):
+    with pytest.raises(FormatError, match=r"chunk-00001-00000000\.safetensors is out of place"):
         RunReader(run)
 
 
@@ -202,7 +200,7 @@ def test_flips_in_much_data_and_only_there(tmp_path):
     generator = torch.Generator().manual_seed(0)
     kept = torch.randint(0, 256, (40, 131_072), generator=generator).to(torch.uint8)
     with RunWriter.create(
-        tmp_path / "run", layers={"x": TensorSpec((131_072,), torch.uint8)}, header={}
+        tmp_path / "run", layers={"x": TensorInfo((131_072,), torch.uint8)}, header={}
     ) as writer:
         writer.append({"x": kept}, range(40))
     file = find(tmp_path, f"{CHUNK}0.safetensors")
@@ -214,7 +212,7 @@ def test_flips_in_much_data_and_only_there(tmp_path):
         block = (position - 4096) // 2**20 * 8
         with RunReader(tmp_path / "run") as reader:
             row = block + dice.randrange(8)
-            with pytest.raises(RecordingError, match="chunk-00000-00000000"):
+            with pytest.raises(FormatError, match="chunk-00000-00000000"):
                 reader.read("x", row, row + 1)
             for clean in {*range(0, 40, 8)} - {block}:
                 assert torch.equal(reader.read("x", clean, clean + 8), kept[clean : clean + 8])
@@ -236,5 +234,5 @@ def test_a_file_cut_short_while_it_is_mapped(run):
     with RunReader(run) as reader:
         reader.read("1-1", 0, 1)
         os.truncate(file, 4096)
-        with pytest.raises(RecordingError, match="chunk-00000-00000000"):
+        with pytest.raises(FormatError, match="chunk-00000-00000000"):
             reader.read("1-1", 0, 3)

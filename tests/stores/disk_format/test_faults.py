@@ -14,6 +14,7 @@ import pytest
 
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.description import holds_recording
+from scio_recorder.stores.disk_format.medium import FormatError
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import (
@@ -112,10 +113,10 @@ def test_any_call_failing_in_a_read(tmp_path):
     check_complete(path)
 
 
-def problem_of(work: Callable[[], None]) -> RecordingError | None:
+def problem_of(work: Callable[[], None]) -> FormatError | RecordingError | None:
     try:
         work()
-    except RecordingError as error:
+    except (FormatError, RecordingError) as error:
         return error
     return None
 
@@ -146,7 +147,7 @@ def test_a_file_whose_sync_failed_is_written_again_as_another_one(tmp_path):
         return go_on()
 
     with start(tmp_path / "run") as writer, intercepted(act):
-        with pytest.raises(RecordingError, match="Input/output error"):
+        with pytest.raises(FormatError, match="Input/output error"):
             writer.append(rows(0, 3), range(3))
         writer.append(rows(0, 3), range(3))
     assert failed
@@ -168,7 +169,7 @@ def test_a_full_disk_can_be_waited_out(tmp_path):
     with start(path) as writer:
         writer.append(rows(0, 3), range(3), state=state_after(3))
         for _ in range(2):
-            with intercepted(full), pytest.raises(RecordingError, match="No space left"):
+            with intercepted(full), pytest.raises(FormatError, match="No space left"):
                 writer.append(rows(3, 9), range(3, 9), state=state_after(9))
         assert writer.durable == check_contents(path) == 3
         writer.append(rows(3, 9), range(3, 9), state=state_after(9))
@@ -203,11 +204,11 @@ def test_what_may_be_there_or_not_is_not_committed_twice(tmp_path):
     path = tmp_path / "run"
     with start(path) as writer:
         writer.append(rows(0, 3), range(3), state=state_after(3))
-        with intercepted(act), pytest.raises(RecordingError, match="Input/output"):
+        with intercepted(act), pytest.raises(FormatError, match="Input/output"):
             writer.append(rows(3, 5), range(3, 5))
         assert writer.durable == 3
         for stop in (9, 5):
-            with pytest.raises(RecordingError, match=r"is there already.*continue after it"):
+            with pytest.raises(FormatError, match=r"is there already.*continue after it"):
                 writer.append(rows(3, stop), range(3, stop))
         assert writer.durable == 3
     with start(path) as writer:
@@ -241,7 +242,7 @@ def test_an_interrupt_never_commits_twice(tmp_path, when):
             except KeyboardInterrupt:
                 try:
                     writer.append(rows(3, 9), range(3, 9), state=state_after(9))
-                except RecordingError:
+                except FormatError:
                     refused += 1
         finish_and_check(path)
     assert refused
@@ -258,9 +259,9 @@ def test_finishing_can_be_tried_again(tmp_path, point):
     with start(path) as writer:
         for first, last in CHUNKS:
             writer.append(rows(first, last), range(first, last), state=state_after(last))
-        with intercepted(act), pytest.raises(RecordingError, match="No space left"):
+        with intercepted(act), pytest.raises(FormatError, match="No space left"):
             writer.finish()
-        with pytest.raises(RecordingError, match="finished"):
+        with pytest.raises(FormatError, match="finished"):
             writer.append(rows(0, 1), [0])
         writer.finish()
     assert (path / "manifest-00000.safetensors").exists()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format.medium import FormatError
 from scio_recorder.stores.disk_format.reader import Packed, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import (
@@ -215,7 +215,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
 GUARDED = """
 import os, resource, sys
 from scio_recorder.stores.disk_format.reader import RunReader
-from scio_recorder.errors import RecordingError
+from scio_recorder.stores.disk_format.medium import FormatError
 
 def attempt(path):
     with RunReader(path, verify=True) as reader:
@@ -247,7 +247,7 @@ for path in sys.argv[1:]:
     try:
         attempt(path)
         problem = "none"
-    except RecordingError as error:
+    except FormatError as error:
         problem = str(error)
     print(path, problem, sep="\\t")
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -324,7 +324,7 @@ def test_many_chunks_open_in_time(tmp_path):
 def test_a_number_that_no_writer_comes_to_is_no_work(tmp_path):
     make_run(tmp_path, finish=False)
     (tmp_path / "chunk-00000-99999999.safetensors").touch()
-    with pytest.raises(RecordingError, match=r"00000003\.safetensors: No such file"):
+    with pytest.raises(FormatError, match=r"00000003\.safetensors: No such file"):
         RunReader(tmp_path)
 
 
@@ -332,5 +332,5 @@ def test_a_manifest_of_another_kind(tmp_path):
     make_run(tmp_path)
     for text in (b"[]", b'{"run":1}', b"null", b'{"chunks":[]}'):
         (tmp_path / "manifest-00000.safetensors").write_bytes(seal(text))
-        with pytest.raises(RecordingError, match=r"manifest-00000\.safetensors"):
+        with pytest.raises(FormatError, match=r"manifest-00000\.safetensors"):
             RunReader(tmp_path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.stores.disk_format.medium import ContentError, FormatError
 from scio_recorder.stores.disk_format.reader import KeptBatches, Packed, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import put_together, read_kept, read_run, take_apart
@@ -106,7 +106,7 @@ def test_what_is_refused_leaves_the_writer_usable(
     tmp_path: Path, given: KeptBatches, message: str
 ) -> None:
     with RunWriter.create(tmp_path / "run", layers=LAYERS, header=HEADER) as writer:
-        with pytest.raises(CollectError, match=message):
+        with pytest.raises(ContentError, match=message):
             writer.append(rows(0, 3), range(3), kept=given)
         assert writer.durable == 0
         writer.append(rows(0, 3), range(3), kept=kept(0))
@@ -120,7 +120,7 @@ def test_with_some_chunks_only_is_damage(tmp_path: Path) -> None:
         writer.append(rows(0, 3), range(3), kept=kept(0))
         writer.append(rows(3, 5), range(3, 5))
         writer.finish()
-    with pytest.raises(RecordingError, match="of some batches and not of others"):
+    with pytest.raises(FormatError, match="of some batches and not of others"):
         RunReader(tmp_path / "run")
 
 
@@ -134,20 +134,20 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[position] ^= 1 << position % 8
         file.write_bytes(damaged)
-        with pytest.raises(RecordingError, match=r"00000001\.safetensors is damaged"):
+        with pytest.raises(FormatError, match=r"00000001\.safetensors is damaged"):
             RunReader(tmp_path / "run", verify=True)
         if position >= len(whole) - 60:
             with (
                 RunReader(tmp_path / "run") as reader,
-                pytest.raises(RecordingError, match="damaged"),
+                pytest.raises(FormatError, match="damaged"),
             ):
                 check(reader)
     for size in (0, 8, 4096, len(whole) - 1):
         file.write_bytes(whole[:size])
-        with pytest.raises(RecordingError, match="damaged"):
+        with pytest.raises(FormatError, match="damaged"):
             RunReader(tmp_path / "run")
     file.unlink()
-    with pytest.raises(RecordingError, match="No such file"):
+    with pytest.raises(FormatError, match="No such file"):
         RunReader(tmp_path / "run")
 
 
@@ -218,5 +218,5 @@ def test_commits_that_contradict_themselves_are_refused(
         for name, entry in parts.entries.items()
     }
     file.write_bytes(put_together(parts._replace(content=content, entries=entries)))
-    with pytest.raises(RecordingError, match=r"is damaged: (a part of what is kept|batches)"):
+    with pytest.raises(FormatError, match=r"is damaged: (a part of what is kept|batches)"):
         RunReader(tmp_path / "run")

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.description import holds_recording, medium_at
+from scio_recorder.stores.disk_format.medium import FormatError
 from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.tensor_file import TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.workers.leases import Lease
 from tests.stores.disk_format.runs import calls_of, intercepted
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
-LAYERS = {"x": TensorSpec((), torch.int64)}
+LAYERS = {"x": TensorInfo((), torch.int64)}
 
 
 def begin(path: Path, rank: int) -> RunWriter:
@@ -106,19 +107,19 @@ def test_any_call_failing(tmp_path, code):
 def test_another_description_is_refused(tmp_path):
     with begin(tmp_path, 1) as writer:
         writer.append({"x": torch.tensor([1])}, [1])
-    with pytest.raises(RecordingError, match="world_size is 2 there and 3 here"):
+    with pytest.raises(FormatError, match="world_size is 2 there and 3 here"):
         RunWriter.create(tmp_path, layers=LAYERS, header={}, world_size=3)
-    with pytest.raises(RecordingError, match="other settings"):
+    with pytest.raises(FormatError, match="other settings"):
         RunWriter.create(tmp_path, layers=LAYERS, header={"a": 1}, world_size=2)
-    with pytest.raises(RecordingError, match="already holds samples of rank 1"):
+    with pytest.raises(FormatError, match="already holds samples of rank 1"):
         begin(tmp_path, 1)
-    with pytest.raises(RecordingError, match="there is no 2"):
+    with pytest.raises(FormatError, match="there is no 2"):
         begin(tmp_path, 2)
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(RecordingError, match="not empty"):
+    with pytest.raises(FormatError, match="not empty"):
         begin(tmp_path, 1)
 
 
@@ -151,7 +152,7 @@ def test_a_writer_that_begins_after_its_part_has_passed_on_is_told_so(tmp_path, 
             writer.finish()
     with pytest.raises(RecordingError, match="lease of part 1 was not renewed for 100 s"):
         begin_part(first)
-    with pytest.raises(RecordingError, match="already holds samples of rank 1"):
+    with pytest.raises(FormatError, match="already holds samples of rank 1"):
         begin_part(second)
 
 
@@ -232,7 +233,7 @@ def test_a_writer_that_has_lost_its_right_writes_or_reports_nothing(tmp_path, lo
         nonlocal calls
         calls += 1
         if calls == lost_at:
-            raise RecordingError("the right is lost")
+            raise FormatError("the right is lost")
 
     lost_at = 0
     with RunWriter.create(tmp_path, layers=LAYERS, header={}, right=WriteRight(check)) as writer:
@@ -240,7 +241,7 @@ def test_a_writer_that_has_lost_its_right_writes_or_reports_nothing(tmp_path, lo
         # Before and after each file.
         assert calls == 2
         lost_at = 3 if lost == "before" else 4
-        with pytest.raises(RecordingError, match="the right is lost"):
+        with pytest.raises(FormatError, match="the right is lost"):
             writer.append({"x": torch.tensor([1])}, [1])
         assert writer.durable == 1
     # What was put before the loss was noticed is there, and was not reported.

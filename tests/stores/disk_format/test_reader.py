@@ -9,11 +9,10 @@ import threading
 import pytest
 import torch
 
-from scio_recorder.errors import LayerNotFoundError, RecordingError
-from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
+from scio_recorder.stores.disk_format.medium import FormatError
 from scio_recorder.stores.disk_format.reader import RunReader
-from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES
+from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import intercepted, make_run, rows
 
@@ -36,7 +35,7 @@ def test_only_the_chunks_that_are_read_are_opened(tmp_path):
 
 
 def test_no_file_stays_open(tmp_path):
-    layers = {"x": TensorSpec((), torch.int64)}
+    layers = {"x": TensorInfo((), torch.int64)}
     with RunWriter.create(tmp_path, layers=layers, header={}) as writer:
         for i in range(20):
             writer.append({"x": torch.tensor([i])}, [i])
@@ -61,7 +60,7 @@ def test_what_was_read_belongs_to_the_caller(tmp_path):
 
 def test_much_data_is_read_by_two_threads_and_damage_in_any_block_is_seen(tmp_path):
     numbers = torch.arange(9 * BLOCK_BYTES // 8 + 100)
-    with RunWriter.create(tmp_path, layers={"x": TensorSpec((), torch.int64)}, header={}) as writer:
+    with RunWriter.create(tmp_path, layers={"x": TensorInfo((), torch.int64)}, header={}) as writer:
         writer.append({"x": numbers}, range(len(numbers)))
         writer.finish()
     with RunReader(tmp_path) as recording:
@@ -73,7 +72,7 @@ def test_much_data_is_read_by_two_threads_and_damage_in_any_block_is_seen(tmp_pa
         position = len(intact) - 9 * BLOCK_BYTES - 800 + block * BLOCK_BYTES + 11
         file.write_bytes(intact[:position] + b"?" + intact[position + 1 :])
         before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-        with RunReader(tmp_path) as recording, pytest.raises(RecordingError, match="checksum"):
+        with RunReader(tmp_path) as recording, pytest.raises(FormatError, match="checksum"):
             recording.read("x", 0, len(numbers))
         del recording
         # Not only when garbage is collected.
@@ -84,7 +83,7 @@ def test_where_no_thread_can_be_had_all_is_read(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise RuntimeError("can't start new thread")
 
-    numbers, layers = torch.arange(9 * BLOCK_BYTES // 8), {"x": TensorSpec((), torch.int64)}
+    numbers, layers = torch.arange(9 * BLOCK_BYTES // 8), {"x": TensorInfo((), torch.int64)}
 
     with RunWriter.create(tmp_path, layers=layers, header={}) as writer:
         writer.append({"x": numbers}, range(len(numbers)))
@@ -102,7 +101,7 @@ def test_samples_that_do_not_exist(tmp_path, start, stop):
 
 def test_a_layer_that_does_not_exist(tmp_path):
     make_run(tmp_path)
-    with RunReader(tmp_path) as recording, pytest.raises(LayerNotFoundError, match="'1-1', '2-1'"):
+    with RunReader(tmp_path) as recording, pytest.raises(LookupError, match="'1-1', '2-1'"):
         recording.read("1-2", 0, 1)
 
 
@@ -111,7 +110,7 @@ def test_a_reader_that_is_closed_says_so(tmp_path):
     recording = RunReader(tmp_path)
     recording.close()
     recording.close()
-    with pytest.raises(RecordingError, match="has been closed; open it again"):
+    with pytest.raises(FormatError, match="has been closed; open it again"):
         recording.read("1-1", 0, 1)
 
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.tensor_file import TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import LAYERS, check_complete, make_run, rows, state_after
 
@@ -39,7 +39,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torc
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 tables = st.dictionaries(
     st.text(min_size=1, max_size=6).filter(lambda name: name.isprintable() and name[0] not in "#@"),
-    st.builds(TensorSpec, shapes, st.sampled_from(DTYPES)),
+    st.builds(TensorInfo, shapes, st.sampled_from(DTYPES)),
     max_size=4,
 )
 
@@ -107,7 +107,7 @@ def test_the_safetensors_library_reads_every_chunk(tmp_path):
 
 def test_dtypes_that_safetensors_lacks_are_kept_as_bytes(tmp_path):
     kept = random_tensor((4, 3), torch.complex128, 1)
-    layers = {"x": TensorSpec((3,), torch.complex128)}
+    layers = {"x": TensorInfo((3,), torch.complex128)}
     with RunWriter.create(tmp_path / "run", layers=layers, header={}) as writer:
         writer.append({"x": kept}, range(4))
     (chunk,) = tmp_path.glob("run/chunk-*.safetensors")
@@ -130,7 +130,7 @@ def test_dtypes_that_safetensors_lacks_are_kept_as_bytes(tmp_path):
 )
 def test_views_are_written_as_they_read(tmp_path, view):
     tensor = view()
-    layers = {"x": TensorSpec(tuple(tensor.shape[1:]), tensor.dtype)}
+    layers = {"x": TensorInfo(tuple(tensor.shape[1:]), tensor.dtype)}
     with RunWriter.create(tmp_path / "run", layers=layers, header={}) as writer:
         writer.append({"x": tensor}, range(4))
     with RunReader(tmp_path / "run") as reader:
@@ -140,7 +140,7 @@ def test_views_are_written_as_they_read(tmp_path, view):
 def test_blocks_at_every_boundary(tmp_path):
     # Rows of 700,000 bytes: nearly every one lies in two blocks.
     kept = random_tensor((7, 350_000), torch.int16, 3)
-    layers = {"small": TensorSpec((), torch.uint8), "x": TensorSpec((350_000,), torch.int16)}
+    layers = {"small": TensorInfo((), torch.uint8), "x": TensorInfo((350_000,), torch.int16)}
     with RunWriter.create(tmp_path / "run", layers=layers, header={}) as writer:
         for first, last in ((0, 4), (4, 7)):
             small = torch.arange(first, last, dtype=torch.uint8)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format.description import SAMPLE, holds_recording, row_column
+from scio_recorder.stores.disk_format.medium import ContentError, FormatError
 from scio_recorder.stores.disk_format.reader import KeptBatches, Packed, RunReader
+from scio_recorder.stores.disk_format.tensor_file import TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import (
     compact,
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LAYERS = {
-    "1-1": TensorSpec((3,), torch.float32),
-    "nothing": TensorSpec((0,), torch.bfloat16),
+    "1-1": TensorInfo((3,), torch.float32),
+    "nothing": TensorInfo((0,), torch.bfloat16),
 }
 ROWS = {
-    "sample": TensorSpec((), torch.int64),
-    "position": TensorSpec((), torch.int64),
-    "is_bold": TensorSpec((), torch.bool),
+    "sample": TensorInfo((), torch.int64),
+    "position": TensorInfo((), torch.int64),
+    "is_bold": TensorInfo((), torch.bool),
 }
 # Of each commit the new samples, and (sample, position) of its rows: the second goes on with
 # earlier samples, the third has samples without rows, the fourth has nothing but a state.
@@ -215,13 +215,13 @@ def test_every_flipped_byte_is_noticed(tmp_path):
         damaged = bytearray(whole)
         damaged[position] ^= 1 << position % 8
         file.write_bytes(damaged)
-        with pytest.raises(RecordingError, match=r"00000000\.safetensors is damaged"):
+        with pytest.raises(FormatError, match=r"00000000\.safetensors is damaged"):
             RunReader(tmp_path / "run", verify=True)
     for number in range(len(COMMITS)):
         lost = tmp_path / "run" / f"chunk-00000-{number:08d}.safetensors"
         kept = lost.read_bytes()
         lost.unlink()
-        with pytest.raises(RecordingError, match="No such file"):
+        with pytest.raises(FormatError, match="No such file"):
             RunReader(tmp_path / "run")
         lost.write_bytes(kept)
 
@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_writer_usable(tmp_path, cha
     chunk = tensors_of(COMMITS[0][1])
     change(chunk)
     with begin(tmp_path / "run") as writer:
-        with pytest.raises(CollectError, match=message):
+        with pytest.raises(ContentError, match=message):
             writer.append(chunk, range(3), rows=rows)
         writer.append(tensors_of(COMMITS[0][1]), range(3), rows=6, state=Packed(1, []))
     check(tmp_path / "run", 1)
@@ -249,11 +249,11 @@ def test_what_does_not_fit_is_refused_and_leaves_the_writer_usable(tmp_path, cha
 
 @pytest.mark.parametrize(
     "rows",
-    [{}, {"position": ROWS["position"]}, {"sample": TensorSpec((), torch.int32)}],
+    [{}, {"position": ROWS["position"]}, {"sample": TensorInfo((), torch.int32)}],
     ids=["none", "without sample", "narrow"],
 )
 def test_without_a_number_of_the_sample_nothing_is_created(tmp_path, rows):
-    with pytest.raises(CollectError, match="the first column of rows is not sample"):
+    with pytest.raises(ContentError, match="the first column of rows is not sample"):
         RunWriter.create(tmp_path / "run", layers=LAYERS, header={}, rows=rows)
     assert not holds_recording(tmp_path / "run")
 
@@ -305,7 +305,7 @@ def commit(run: Path, number: int, change: Callable[[Any], Any]) -> None:
 def test_descriptions_that_contradict_themselves_are_refused(tmp_path, change, message):
     fill(tmp_path / "run", finish=False)
     describe(tmp_path / "run", change)
-    with pytest.raises(RecordingError, match=message):
+    with pytest.raises(FormatError, match=message):
         RunReader(tmp_path / "run")
 
 
@@ -323,7 +323,7 @@ def test_descriptions_that_contradict_themselves_are_refused(tmp_path, change, m
 def test_commits_that_contradict_themselves_are_refused(tmp_path, change, message):
     fill(tmp_path / "run", finish=False)
     commit(tmp_path / "run", 0, change)
-    with pytest.raises(RecordingError, match=message):
+    with pytest.raises(FormatError, match=message):
         RunReader(tmp_path / "run")
 
 
@@ -342,19 +342,19 @@ def test_rows_of_samples_that_are_not_there_are_damage(tmp_path, value):
     with RunReader(tmp_path / "run") as reader:
         assert reader.read(SAMPLE, 0, 4).tolist() == [0, 0, 1, 2]
         assert torch.equal(reader.read("1-1", 0, 6), chunk["1-1"])
-        with pytest.raises(RecordingError, match="rows of samples that don't exist yet"):
+        with pytest.raises(FormatError, match="rows of samples that don't exist yet"):
             reader.read(SAMPLE, 0, 6)
 
 
 def test_recordings_of_before_are_read_and_gone_on_with(tmp_path):
-    layers = {"x": TensorSpec((), torch.int64)}
+    layers = {"x": TensorInfo((), torch.int64)}
     with RunWriter.create(tmp_path / "run", layers=layers, header={}) as writer:
         writer.append({"x": torch.arange(3)}, range(3))
     describe(tmp_path / "run", lambda said: said.pop("rows"))
     commit(tmp_path / "run", 0, lambda said: said.pop("rows"))
     assert unseal((tmp_path / "run" / "recording.safetensors").read_bytes())["version"] == 2
     with RunWriter.resume(tmp_path / "run") as writer:
-        with pytest.raises(CollectError, match="rows=2"):
+        with pytest.raises(ContentError, match="rows=2"):
             writer.append({"x": torch.arange(2)}, range(3, 5), rows=2)
         writer.append({"x": torch.arange(2)}, range(3, 5))
         writer.finish()

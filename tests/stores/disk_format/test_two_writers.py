@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from scio_recorder.errors import RecordingError
 from scio_recorder.stores.disk_format.bucket import Bucket
 from scio_recorder.stores.disk_format.description import chunk_name
+from scio_recorder.stores.disk_format.medium import FormatError
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from tests.object_store import impatient_store
@@ -63,7 +63,7 @@ def durable_with_state(path: str) -> int:
     try:
         with RunReader(path) as reader:
             state = reader.read_state()
-    except RecordingError as error:
+    except FormatError as error:
         raise AssertionError(f"{path} can't be read") from error
     assert state == state_after(reader.num_samples)
     return reader.num_samples
@@ -72,7 +72,7 @@ def durable_with_state(path: str) -> int:
 def unless_the_other_was_faster(work: Callable[[str], None], path: str) -> None:
     try:
         work(path)
-    except RecordingError as error:
+    except FormatError as error:
         # The unfinished file of one may be removed once the manifest of the other stands.
         if not any(text in str(error) for text in ("is there already", "is complete", "No such")):
             raise

@@ -13,11 +13,11 @@ import warnings
 import pytest
 import torch
 
-from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.layer import TensorSpec
 from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.description import holds_recording
+from scio_recorder.stores.disk_format.medium import ContentError, FormatError
 from scio_recorder.stores.disk_format.reader import Packed, RunReader
+from scio_recorder.stores.disk_format.tensor_file import TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import (
     HEADER,
@@ -43,13 +43,13 @@ def resume(path):
 def test_creation_needs_an_empty_folder(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
-    with pytest.raises(RecordingError, match=r"not empty: it holds 'thesis\.tex'"):
+    with pytest.raises(FormatError, match=r"not empty: it holds 'thesis\.tex'"):
         create(tmp_path / "other")
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordingError, match=r"file: (is a file, or lies in one|File exists)"):
+    with pytest.raises(FormatError, match=r"file: (is a file, or lies in one|File exists)"):
         create(tmp_path / "file")
     make_run(tmp_path / "run")
-    with pytest.raises(RecordingError, match="already holds a recording"):
+    with pytest.raises(FormatError, match="already holds a recording"):
         create(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     create(tmp_path / "empty").abort()
@@ -58,9 +58,9 @@ def test_creation_needs_an_empty_folder(tmp_path):
 
 
 def test_resuming_needs_a_recording_and_leaves_no_trace_elsewhere(tmp_path):
-    with pytest.raises(RecordingError, match="No such file"):
+    with pytest.raises(FormatError, match="No such file"):
         resume(tmp_path / "nothing")
-    with pytest.raises(RecordingError, match="holds no recording"):
+    with pytest.raises(FormatError, match="holds no recording"):
         resume(tmp_path)
     assert not holds_recording(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -73,11 +73,11 @@ def test_resuming_needs_a_recording_and_leaves_no_trace_elsewhere(tmp_path):
         ({"header": {**HEADER, "settings": {"every": 1}}}, "settings.scale is stored and was not"),
         ({"header": {**HEADER, "new": 1}}, ": new is not stored"),
         (
-            {"layers": {**LAYERS, "1-1": TensorSpec((4,), torch.float32)}},
+            {"layers": {**LAYERS, "1-1": TensorInfo((4,), torch.float32)}},
             r"values\.1-1\.shape is \[3\]",
         ),
         (
-            {"layers": {**LAYERS, "1-1": TensorSpec((3,), torch.float16)}},
+            {"layers": {**LAYERS, "1-1": TensorInfo((3,), torch.float16)}},
             r"values\.1-1\.dtype is .*float32",
         ),
         ({"layers": {}}, "values.1-1 is stored and was not given; .*; and 1 more"),
@@ -85,7 +85,7 @@ def test_resuming_needs_a_recording_and_leaves_no_trace_elsewhere(tmp_path):
 )
 def test_joining_needs_the_same_settings(tmp_path, changes, where):
     create(tmp_path, world_size=2).abort()
-    with pytest.raises(RecordingError, match=f"recorded with other settings.*{where}"):
+    with pytest.raises(FormatError, match=f"recorded with other settings.*{where}"):
         create(tmp_path, world_size=2, rank=1, **changes)
 
 
@@ -96,7 +96,7 @@ def test_types_that_json_takes_for_its_own_are_the_same_settings(tmp_path):
 
 def test_what_is_complete_is_not_resumed(tmp_path):
     make_run(tmp_path)
-    with pytest.raises(RecordingError, match="is complete"):
+    with pytest.raises(FormatError, match="is complete"):
         resume(tmp_path)
     check_complete(tmp_path)
 
@@ -148,7 +148,7 @@ def test_of_two_who_believe_to_be_alone_one_commits(tmp_path, monkeypatch):
     monkeypatch.setattr(system, "flock", lambda descriptor, operation: None)
     first, second = create(tmp_path), resume(tmp_path)
     second.append(rows(0, 3), range(3), state=state_after(3))
-    with pytest.raises(RecordingError, match=r"00000000\.safetensors is there already"):
+    with pytest.raises(FormatError, match=r"00000000\.safetensors is there already"):
         first.append(rows(0, 3), range(3), state=state_after(3))
     second.append(rows(3, 5), range(3, 5), state=state_after(5))
     first.abort()
@@ -167,13 +167,13 @@ def test_where_names_can_not_be_given_exclusively_at_once(tmp_path, monkeypatch)
     make_run(tmp_path / "run")
     check_complete(tmp_path / "run")
     assert not list(tmp_path.glob("run/*.tmp"))
-    with pytest.raises(RecordingError, match="already holds"):
+    with pytest.raises(FormatError, match="already holds"):
         create(tmp_path / "run")
 
 
 def test_one_writer_at_a_time(tmp_path):
     with create(tmp_path) as writer:
-        with pytest.raises(RecordingError, match="another writer, which holds lock-00000"):
+        with pytest.raises(FormatError, match="another writer, which holds lock-00000"):
             resume(tmp_path)
         writer.append(rows(0, 3), range(3))
         # Readers are welcome.
@@ -209,7 +209,7 @@ def test_another_process_is_kept_out_and_a_forked_child_holds_nothing(tmp_path):
     if child == 0:
         try:
             writer.append(rows(0, 3), range(3))
-        except RecordingError as error:
+        except FormatError as error:
             os.write(ready[1], str(error).encode())
         os.read(wait[0], 1)
         os._exit(0)
@@ -240,7 +240,7 @@ def test_another_process_is_kept_out_and_a_forked_child_holds_nothing(tmp_path):
 )
 def test_tensors_that_do_not_fit(tmp_path, change, message):
     with create(tmp_path) as writer:
-        with pytest.raises(CollectError, match=message):
+        with pytest.raises(ContentError, match=message):
             writer.append(change(rows(0, 3)), range(3))
         writer.append(rows(0, 3), range(3))
     assert check_contents(tmp_path, with_state=False) == 3
@@ -258,7 +258,7 @@ def test_tensors_that_do_not_fit(tmp_path, change, message):
 def test_sample_ids_that_do_not_fit(tmp_path, ids, message):
     with create(tmp_path) as writer:
         writer.append(rows(0, 1), [0])
-        with pytest.raises(CollectError, match=message):
+        with pytest.raises(ContentError, match=message):
             writer.append(rows(1, 4), ids)
         writer.append(rows(1, 3), torch.tensor([1, 2]))
     assert check_contents(tmp_path, with_state=False) == 3
@@ -278,7 +278,7 @@ def test_state_that_can_not_be_kept(tmp_path, state, message):
     is_tensor = isinstance(state, torch.Tensor)
     state = Packed(None, [state]) if is_tensor else Packed(state, [])
     with create(tmp_path) as writer:
-        with pytest.raises(CollectError, match=message):
+        with pytest.raises(ContentError, match=message):
             writer.append(rows(0, 3), range(3), state=state)
         assert writer.durable == 0
         writer.append(rows(0, 3), range(3), state=Packed({"a": [1, {"b": None}]}, []))
@@ -294,13 +294,13 @@ def test_state_that_can_not_be_kept(tmp_path, state, message):
         {"layers": {"__metadata__": LAYERS["1-1"]}},
         {"layers": {"#0": LAYERS["1-1"]}},
         {"layers": {"\ud800": LAYERS["1-1"]}},
-        {"layers": {"a": TensorSpec((1,), torch.qint8)}},
-        {"layers": {"a": TensorSpec((-1,), torch.int8)}},
+        {"layers": {"a": TensorInfo((1,), torch.qint8)}},
+        {"layers": {"a": TensorInfo((-1,), torch.int8)}},
         {"world_size": 0},
     ],
 )
 def test_descriptions_that_can_not_be_written(tmp_path, changes):
-    with pytest.raises(CollectError):
+    with pytest.raises(ContentError):
         create(tmp_path / "run", **changes)
     assert not (tmp_path / "run").exists()
 
@@ -309,7 +309,7 @@ def test_a_header_too_deep_is_refused(tmp_path):
     header: dict[str, object] = {}
     for _ in range(70):
         header = {"a": header}
-    with pytest.raises(CollectError, match="nested deeper than 64"):
+    with pytest.raises(ContentError, match="nested deeper than 64"):
         create(tmp_path / "run", header=header)
 
 
@@ -317,9 +317,9 @@ def test_after_finish_and_abort_nothing_is_written(tmp_path):
     writer = create(tmp_path / "a")
     writer.finish()
     writer.abort()
-    with pytest.raises(RecordingError, match=r"is closed.*resume"):
+    with pytest.raises(FormatError, match=r"is closed.*resume"):
         writer.append(rows(0, 3), range(3))
-    with pytest.raises(RecordingError, match=r"is closed.*resume"):
+    with pytest.raises(FormatError, match=r"is closed.*resume"):
         writer.finish()
 
 
@@ -337,7 +337,7 @@ def test_files_have_the_modes_of_the_umask(tmp_path):
 def test_several_ranks(tmp_path):
     layers = {"label": LAYERS["label"]}
     first = RunWriter.create(tmp_path, layers=layers, header={}, world_size=2)
-    with pytest.raises(RecordingError, match="made for 2 ranks; there is no 2"):
+    with pytest.raises(FormatError, match="made for 2 ranks; there is no 2"):
         RunWriter.resume(tmp_path, rank=2)
     second = RunWriter.create(tmp_path, layers=layers, header={}, world_size=2, rank=1)
     second.append({"label": torch.tensor([10, 11])}, ["c", "d"], state=Packed({"rank": 1}, []))
@@ -349,7 +349,7 @@ def test_several_ranks(tmp_path):
     with RunReader(tmp_path, rank=0) as reader:
         assert reader.complete
     second.abort()
-    with pytest.raises(RecordingError, match=r"is complete$"):
+    with pytest.raises(FormatError, match=r"is complete$"):
         RunWriter.resume(tmp_path, rank=0)
     with RunWriter.resume(tmp_path, rank=1) as second:
         assert second.durable == 2
