@@ -24,9 +24,8 @@ from scio_recorder import (
 )
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format.description import holds_recording
 from scio_recorder.stores.disk_format.reader import KeptBatches
-from scio_recorder.stores.files import RunReader, RunWriter
+from scio_recorder.stores.files import RunReader, RunWriter, holds_recording
 from scio_recorder.stores.kept_inputs import decode, encode
 from tests.recording.nets import batches, recorder
 from tests.stores.disk_format.by_the_book import read_kept

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from scio_recorder.stores.disk_format.description import holds_recording
+from scio_recorder.stores.files import holds_recording
 from tests.recording.campaign import Job, in_child
 from tests.workers.parts_campaign import Parts, forked, hasten_leases, succeeded
 
