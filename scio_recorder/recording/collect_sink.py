@@ -24,10 +24,10 @@ from scio_recorder.recording.settings import restore, states_of
 from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.base import SampleReduction, several
 from scio_recorder.stores import Column, State, StoreWriter
-from scio_recorder.stores.buffers import NoRoomError
 from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.stores.disk_format.tensor_file import expect
 from scio_recorder.stores.kept_inputs import KeptCall, KeptCalls
+from scio_recorder.stores.store import NoRoomError
 from scio_recorder.tensors.arithmetic import without_lazy_sign
 from scio_recorder.tensors.copies import gathered
 from scio_recorder.tensors.digests import WeightDigests, digest_of

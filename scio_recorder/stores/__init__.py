@@ -6,14 +6,22 @@ import os
 
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.offers import nearest
-from scio_recorder.stores.buffers import Column, DeviceBuffer, HostBuffer, wait_for
 from scio_recorder.stores.disk import Disk
 from scio_recorder.stores.disk_format.description import is_url
 from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
 from scio_recorder.stores.disk_tensor import DiskTensor
 from scio_recorder.stores.kept_inputs import Calls, KeptCall, KeptCalls
-from scio_recorder.stores.memory import Auto, Device, Host, Plan
-from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
+from scio_recorder.stores.memory import Auto, Device, Host, HostBuffer, Plan
+from scio_recorder.stores.store import (
+    Column,
+    DeviceBuffer,
+    Held,
+    Job,
+    State,
+    Store,
+    StoreWriter,
+    wait_for,
+)
 
 __all__ = [
     "Auto",

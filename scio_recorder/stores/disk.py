@@ -29,7 +29,6 @@ from torch import Tensor
 from scio_recorder.errors import CollectError, CollectWarning, RecordingError, caught_as, warn
 from scio_recorder.layer import Operation, RowIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.stores.buffers import Column, DeviceBuffer, HostBuffer, wait_for
 from scio_recorder.stores.disk_format.description import brief, differences, is_url, row_column
 from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.stores.disk_format.reader import Run
@@ -45,7 +44,17 @@ from scio_recorder.stores.files import (
     place_of,
 )
 from scio_recorder.stores.kept_inputs import pack, unpack
-from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
+from scio_recorder.stores.memory import HostBuffer
+from scio_recorder.stores.store import (
+    Column,
+    DeviceBuffer,
+    Held,
+    Job,
+    State,
+    Store,
+    StoreWriter,
+    wait_for,
+)
 from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.processes import ProcessRank, this_process
 

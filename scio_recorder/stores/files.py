@@ -17,21 +17,6 @@ from scio_recorder.errors import CollectError, RecorderError, RecordingError, ne
 from scio_recorder.stores.disk_format import description, medium, reader, writer
 from scio_recorder.stores.disk_format.medium import ContentError, FormatError
 
-__all__ = [
-    "JoinedReader",
-    "RunReader",
-    "RunWriter",
-    "accessing",
-    "check_empty",
-    "complete_ranks",
-    "holds_recording",
-    "medium_at",
-    "parsing",
-    "place_of",
-    "read_description",
-    "scan",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

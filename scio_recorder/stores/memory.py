@@ -1,12 +1,25 @@
-"""Keeping activations in memory, on their device or on the host, and whether there is room."""
+"""Keeping activations in memory, on their device or on the host, and whether there is room.
+
+NOTE [Memory of a host store]
+
+Each layer has an anonymous private mapping. Pages that were never written take no memory, so excess
+capacity costs nothing, and growing remaps pages instead of copying them: each layer has one array,
+and never two copies of it, even if the length is unknown. A mapping counts the buffers exported
+from it, so it knows whether anybody still holds a tensor, a view of one, or a NumPy array over its
+memory. Only memory that nobody holds is used again. Linux provides the pages of a batch in one
+call, which takes less time than the fault of each when it is first written to.
+"""
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import importlib
 import math
+import mmap
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,14 +33,155 @@ from torch import Tensor
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import RowIdx, TensorSpec, map_leaves
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.stores.buffers import Column, DeviceBuffer, HostBuffer, wait_for
-from scio_recorder.stores.store import Held, Job, State, Store, StoreWriter
+from scio_recorder.stores.store import (
+    Column,
+    DeviceBuffer,
+    Held,
+    Job,
+    NoRoomError,
+    State,
+    Store,
+    StoreWriter,
+    wait_for,
+)
 from scio_recorder.tensors.arguments import whole
 
 # The number of batches to make room for at first, if their number is not known.
 _GUESSED_BATCHES = 8
 # The net and other programs need memory too.
 _USABLE = {"device": 0.5, "host": 0.9, "disk": 0.95}
+
+
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+# The advice to Linux, from 5.14 on, to provide pages, for which the standard library has no name.
+_POPULATE_WRITE = 23
+
+
+def _driver() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it without types
+
+
+class _Memory(mmap.mmap):
+    """A mapping that the GPU's driver forgets before it is unmapped."""
+
+    registered = 0
+
+    def __del__(self) -> None:
+        if self.registered:
+            _driver().cudaHostUnregister(self.registered)
+
+
+class HostBuffer(DeviceBuffer):
+    """Host memory, see the NOTE; if ``pinned``, of exact size and known to the GPU's driver.
+
+    Parameters
+    ----------
+    pinned : bool, default False
+        Whether a GPU copies from and to it.
+    """
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self.pinned = pinned
+        self._memory: _Memory | None = None
+        self._prepared = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Its capacity."""
+        return 0 if self._memory is None else len(self._memory)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anybody holds a tensor in this memory."""
+        if self._memory is not None:
+            # A system that can't remap has checked exports before.
+            try:
+                with contextlib.suppress(OSError, SystemError, ValueError):
+                    self._memory.resize(len(self._memory))
+            except BufferError:
+                return True
+        return False
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """Return at least this many bytes, beginning with the earlier ones.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How many.
+        """
+        if num_bytes > self.num_bytes:
+            self._grow(num_bytes)
+        raw = self.first(self.num_bytes)
+        if self.pinned and self._memory is not None and not self._memory.registered:
+            self._register(raw)
+        return raw
+
+    def prepare(self, num_bytes: int) -> int:
+        """Have the system provide the pages of at least this many bytes; return of how many.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How many.
+        """
+        if self._memory is not None and num_bytes > self._prepared:
+            first = self._prepared // mmap.PAGESIZE
+            # Somewhat more, so that not every batch asks, but little beside what is used.
+            last = max(num_bytes // mmap.PAGESIZE, first + first // 16) + 1
+            first, last = first * mmap.PAGESIZE, last * mmap.PAGESIZE
+            self._prepared = min(last, self.num_bytes)
+            # A page that was not asked for is provided when it is first written to.
+            with contextlib.suppress(OSError):
+                if sys.platform == "linux":
+                    self._memory.madvise(_POPULATE_WRITE, first, self._prepared - first)
+        return self._prepared
+
+    def first(self, num_bytes: int) -> Tensor:
+        """Return the first bytes; saving a tensor in them saves only these.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How many.
+        """
+        if self._memory is None or num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(memoryview(self._memory), dtype=torch.uint8, count=num_bytes)
+
+    def _grow(self, num_bytes: int) -> None:
+        old = self._memory
+        if old is None:
+            self._memory = _map(num_bytes)
+            return
+        self._unregister()
+        try:
+            old.resize(num_bytes)
+        except (OSError, OverflowError, SystemError, ValueError):
+            self._memory = _map(num_bytes)
+            self._memory[: len(old)] = old[:]
+
+    def _register(self, raw: Tensor) -> None:
+        assert self._memory is not None
+        status = _driver().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)
+        # Without registration, copies are slower but right: each waits for its end.
+        if int(status) == 0:
+            self._memory.registered = raw.data_ptr()
+
+    def _unregister(self) -> None:
+        memory = self._memory
+        if memory is not None and memory.registered:
+            torch.cuda.synchronize()
+            _driver().cudaHostUnregister(memory.registered)
+            memory.registered = 0
+
+
+def _map(num_bytes: int) -> _Memory:
+    try:
+        # Shared memory, the default without flags, can't grow beyond its first size.
+        return _Memory(-1, num_bytes, flags=_PRIVATE) if _PRIVATE else _Memory(-1, num_bytes)
+    except (OSError, OverflowError, MemoryError) as error:
+        raise NoRoomError(num_bytes, error) from error
 
 
 class MemoryStore(Store):

@@ -1,4 +1,4 @@
-"""The interface of a store, which keeps activations batch by batch."""
+"""The interface of a store, which keeps activations batch by batch, in columns of rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,185 @@ from torch import Tensor
 
 from scio_recorder.layer import RowIdx, TensorSpec
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.stores.buffers import Column
 from scio_recorder.stores.disk_format.ids import Ids, SampleIds
 from scio_recorder.stores.kept_inputs import Calls, KeptCalls
 from scio_recorder.tensors.processes import ProcessRank
 
 State: TypeAlias = dict[str, Any]
+
+
+class NoRoomError(MemoryError):
+    """Memory can't be allocated; the caller explains what it is for."""
+
+    def __init__(self, num_bytes: int, reason: object) -> None:
+        super().__init__(f"{num_bytes} bytes: {reason}")
+        self.num_bytes = num_bytes
+
+
+class DeviceBuffer:
+    """Memory of a device that can grow. Growing copies, one layer at a time.
+
+    Parameters
+    ----------
+    device : torch.device
+        The device of the memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._raw = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """Return at least this many bytes, beginning with the earlier ones.
+
+        Tensors from earlier calls must not be used any more.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How many.
+        """
+        if num_bytes > self._raw.numel():
+            try:
+                larger = torch.empty(num_bytes, dtype=torch.uint8, device=self._raw.device)
+            except (RuntimeError, OverflowError, TypeError) as error:
+                raise NoRoomError(num_bytes, error) from error
+            larger[: self._raw.numel()].copy_(self._raw)
+            self._raw = larger
+        return self._raw
+
+    def prepare(self, num_bytes: int) -> int:
+        """Have at least this many bytes ready to be written to; return how many are.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How many.
+        """
+        return self._raw.numel()
+
+    def first(self, num_bytes: int) -> Tensor:
+        """Return the first bytes, in a tensor of only these if that needs no copy.
+
+        Parameters
+        ----------
+        num_bytes : int
+            How many.
+        """
+        return self._raw[:num_bytes]
+
+
+def wait_for(devices: set[torch.device]) -> None:
+    """Wait for every pending copy from these devices.
+
+    Parameters
+    ----------
+    devices : set of torch.device
+        Those from which copies may be pending.
+    """
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+class Column:
+    """The rows of one layer, one after the other: ``array`` is [capacity, ...].
+
+    Parameters
+    ----------
+    spec : TensorSpec
+        Shape and dtype of one row.
+    buffer : DeviceBuffer
+        The memory for them.
+    rows : int
+        The expected number of rows.
+    """
+
+    __slots__ = ("_buffer", "_ready", "array", "capacity", "row_bytes", "spec")
+
+    def __init__(self, spec: TensorSpec, buffer: DeviceBuffer, rows: int) -> None:
+        self.spec = spec
+        self.row_bytes = spec.nbytes
+        # The rows that the memory has room for, and those of which it is ready.
+        self.capacity = 0
+        self._ready = 0
+        self._buffer = buffer
+        self._reserve(max(rows, 1))
+
+    def place(self, start: int, rows: int) -> Tensor:
+        """Return the place of a batch's rows, which count once the batch does.
+
+        Parameters
+        ----------
+        start : int
+            The first of them.
+        rows : int
+            The number of rows.
+
+        Returns
+        -------
+        torch.Tensor
+            The place, [rows, ...].
+        """
+        stop = start + rows
+        if stop > self._ready:
+            self._prepare(stop)
+        return self.array[start:stop]
+
+    def _prepare(self, rows: int) -> None:
+        if rows > self.capacity:
+            self._reserve(max(rows, 2 * self.capacity))
+        self._ready = self._buffer.prepare(rows * self.row_bytes) // max(self.row_bytes, 1)
+
+    def turn_to(self, buffer: DeviceBuffer) -> DeviceBuffer:
+        """Continue in other memory, from its beginning.
+
+        Parameters
+        ----------
+        buffer : DeviceBuffer
+            The memory for rows from now on.
+
+        Returns
+        -------
+        DeviceBuffer
+            The earlier memory with its content.
+        """
+        buffer, self._buffer = self._buffer, buffer
+        self._reserve(self.capacity)
+        return buffer
+
+    def close(self, rows: int) -> Tensor:
+        """Return the rows that count, and drop the reference to them.
+
+        Parameters
+        ----------
+        rows : int
+            The number of rows that count.
+
+        Returns
+        -------
+        torch.Tensor
+            The rows, [rows, ...].
+        """
+        self.let_go()
+        with torch.inference_mode(False):
+            return self._view(self._buffer.first(rows * self.row_bytes), rows)
+
+    def let_go(self) -> None:
+        """Drop all memory until more is requested."""
+        self.array = torch.empty(0)
+        self.capacity = self._ready = 0
+
+    def _reserve(self, rows: int) -> None:
+        num_bytes = rows * self.row_bytes
+        # No view may be alive while the memory moves.
+        self.let_go()
+        # Tensors made in inference mode could not be used outside of it.
+        with torch.inference_mode(False):
+            self.array = self._view(self._buffer.reserve(num_bytes)[:num_bytes], rows)
+        self.capacity = rows
+
+    def _view(self, raw: Tensor, rows: int) -> Tensor:
+        return raw.view(self.spec.dtype).view(rows, *self.spec.shape)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from scio_recorder import CollectError, Recorder, Tokens
-from scio_recorder.stores import buffers
 from scio_recorder.stores import memory as planning
 from tests.recording.nets import Pair, assert_same, batches, expected, recorder
 
@@ -84,7 +83,7 @@ def test_more_than_any_machine_has(length):
             rnet.collect(Claiming(length), store=store)
 
 
-class Bounded(buffers._Memory):
+class Bounded(planning._Memory):
     """Memory that can't become more than it was at first."""
 
     made = 0
@@ -103,7 +102,7 @@ class Bounded(buffers._Memory):
 
 def test_memory_that_ends_while_a_recording_grows(monkeypatch):
     rnet = recorder("0", "3")
-    monkeypatch.setattr(buffers, "_Memory", Bounded)
+    monkeypatch.setattr(planning, "_Memory", Bounded)
     with pytest.raises(CollectError, match="no room for layer 1-1"):
         rnet.collect(iter(batches(*[4] * 20)), store="host")
 

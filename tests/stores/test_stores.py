@@ -18,8 +18,8 @@ from torch import nn
 
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
 from scio_recorder.layer import TensorSpec
-from scio_recorder.stores import Device, Disk, Host
-from scio_recorder.stores.buffers import Column, HostBuffer
+from scio_recorder.stores import Column, Device, Disk, Host
+from scio_recorder.stores.memory import HostBuffer
 from scio_recorder.testing import StoreTests
 from tests.recording.nets import assert_same, batches, expected, recorder
 

@@ -19,7 +19,7 @@ import stat
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -40,6 +40,8 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# Names relative to it are refused, as the descriptor of a closed file would be.
+_CLOSED = -1
 # What a link in the cache of the Hugging Face Hub leads to: the file, named by its hash.
 _BLOB = re.compile(r"\.\./\.\./blobs/[0-9a-f]{40,64}")
 
@@ -79,21 +81,19 @@ class Folder(Medium):
         # Only this path may lead through links: the user has named it.
         self.path = path
         # The folder, and the locked files by name.
-        self._descriptors = {"": system.open_file(path, _FOLDER)}
+        self.descriptor = system.open_file(path, _FOLDER)
+        self._descriptors = {"": self.descriptor}
         self._closing = weakref.finalize(self, _close_all, self._descriptors)
-        self.close = self._closing.__call__
+
+    def close(self) -> None:
+        """Close the folder, and the locked files."""
+        self._closing()
+        self.descriptor = _CLOSED
 
     @property
     def is_open(self) -> bool:
         """Whether this very process can use it; a forked one can't."""
         return self._closing.alive
-
-    @property
-    def descriptor(self) -> int:
-        """The descriptor relative to which names are resolved."""
-        if not self._descriptors:
-            raise FormatError(f"{self.path} has been closed; open it again")
-        return self._descriptors[""]
 
     def lock(self, name: str) -> None:
         """Keep other writers out while this process has the folder open.
@@ -269,5 +269,8 @@ def make_folder(path: str) -> None:
             # Another process may just have created it.
             system.mkdir(path)
     if parent != path:
-        with closing(Folder(parent)) as folder:
-            folder.sync()
+        descriptor = system.open_file(parent, _FOLDER)
+        try:
+            system.fsync(descriptor)
+        finally:
+            close_quietly(descriptor)

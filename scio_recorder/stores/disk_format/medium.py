@@ -64,6 +64,8 @@ def explained(path: str, cause: Exception) -> FormatError:
     reason = "is a link, and links are not followed" if linked else str(cause.strerror or cause)
     if cause.errno == errno.ENOTDIR:
         reason = "is a file, or lies in one: name a folder"
+    if cause.errno == errno.EBADF:
+        reason = "has been closed; open it again"
     error = FormatError(f"{path}: {reason}")
     error.errno = cause.errno
     return error
@@ -98,8 +100,6 @@ class Medium(abc.ABC):
     """
 
     path: str
-    # Ends all use of it.
-    close: Callable[[], object]
     # The best number of bytes to read at a time, and of reads to run at once.
     span_bytes = 1 << 20
     num_readers = 1
@@ -107,6 +107,10 @@ class Medium(abc.ABC):
     def path_of(self, name: str) -> str:
         """Return the path of ``name``, for messages."""
         return f"{self.path}/{name}"
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End all use of it."""
 
     @property
     @abc.abstractmethod
