@@ -29,7 +29,13 @@ from torch import Tensor
 from scio_recorder.errors import CollectError, CollectWarning, RecordingError, caught_as, warn
 from scio_recorder.layer import Operation, RowIdx, TensorSpec, text_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.stores.disk_format.description import brief, differences, is_url, row_column
+from scio_recorder.stores.disk_format.description import (
+    brief,
+    differences,
+    first_of,
+    is_url,
+    row_column,
+)
 from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.stores.disk_format.reader import Run
 from scio_recorder.stores.disk_format.tensor_file import TensorInfo, as_read
@@ -121,8 +127,8 @@ class Disk(Store):
         self.path = place_of(path)
         self.chunk_bytes = whole("chunk_bytes", chunk_bytes, 1)
         self._is_placed = world_size is not None
-        given = (0 if rank is None else rank), (1 if world_size is None else world_size)
-        self.rank, self.world_size = ProcessRank.checked(*given, CollectError)
+        process = (0 if rank is None else rank), (1 if world_size is None else world_size)
+        self.rank, self.world_size = ProcessRank.checked(*process, CollectError)
         self.is_shared = self.world_size > 1
         # Whether processes take parts of a recording, and their right to write this one.
         self.is_part = False
@@ -310,7 +316,9 @@ class DiskWriter(StoreWriter):
         self._wait()
         writer = self._writer = self._writer or self._created()
         # Not before: the traceback of a failure would refer to it.
-        chunk = {_name_in_chunk(key): one.array[: self.start] for key, one in self.columns.items()}
+        chunk = {
+            _name_in_chunk(key): column.array[: self.start] for key, column in self.columns.items()
+        }
         ids: list[Any] = list(chain.from_iterable(self._staged))
         kept = self.calls.take()
         rows = self.start if self.counts_rows else None
@@ -391,8 +399,8 @@ class DiskWriter(StoreWriter):
             self._found = reader.table
             if is_joining:
                 return
-            found = reader.read_state(self._store.rank)
-            self.state = None if found is None else unpack(found)
+            packed = reader.read_state(self._store.rank)
+            self.state = None if packed is None else unpack(packed)
             if not reader.complete:
                 # Opened at once, so that another active writer is noticed before any pass.
                 self._writer = self._resumed()
@@ -491,20 +499,19 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
             f"{path} was recorded from another network, whose layers differ: give that network, or "
             "choose another folder"
         )
-    made_with, makes_with = (one.pop("made_with", None) for one in (there, here))
+    made_with, makes_with = (settings.pop("made_with", None) for settings in (there, here))
     # Digests tell nothing to a reader.
     has_other_weights = there.pop("weights", None) != here.pop("weights", None)
-    found = ["the weights are others"] * has_other_weights + differences(there, here)
-    if found:
+    differing = ["the weights are others"] * has_other_weights + differences(there, here)
+    if differing:
         way = ""
         if stored.get("world_size") != given.get("world_size"):
             way = "; collect_parts goes on with any number of processes"
         elif stored.get("process") != given.get("process"):
             way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
-        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise RecordingError(
-            f"{path} was recorded with other settings: {shown}. Give the same network and "
-            f"settings, or choose another folder{way}"
+            f"{path} was recorded with other settings: {first_of(differing)}. Give the same "
+            f"network and settings, or choose another folder{way}"
         )
     if made_with and makes_with:
         _warn_of_versions(path, made_with, makes_with)
@@ -516,7 +523,8 @@ def _warn_of_versions(path: str, stored: dict[str, Any], given: dict[str, Any]) 
     names = [name for name in packages if stored.get(name) != given.get(name)]
     if names:
         texts = [
-            ", ".join(f"{name} {brief(one.get(name))}" for name in names) for one in (stored, given)
+            ", ".join(f"{name} {brief(versions.get(name))}" for name in names)
+            for versions in (stored, given)
         ]
         warn(
             f"{path} was begun with {texts[0]}, and goes on with {texts[1]}, which may compute "

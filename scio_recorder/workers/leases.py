@@ -221,8 +221,8 @@ def holding(lease: Lease) -> Iterator[None]:
 def newest_leases(names: Iterable[str]) -> dict[int, int]:
     """Return the number of the newest lease of each part that was taken."""
     # The newest of a part comes last.
-    found = _LEASE_NAMES.findall("\n".join(sorted(names)))
-    return {int(part): int(number) for part, number in found}
+    leases = _LEASE_NAMES.findall("\n".join(sorted(names)))
+    return {int(part): int(number) for part, number in leases}
 
 
 class _Newest(NamedTuple):

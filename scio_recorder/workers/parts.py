@@ -87,13 +87,13 @@ def check_begun(medium: Medium, num_parts: int, header: dict[str, Any]) -> None:
     if not medium.has(DESCRIPTION_NAME):
         check_empty(medium)
         return
-    found = read_description(medium)
-    if found.world_size != num_parts:
+    description = read_description(medium)
+    if description.world_size != num_parts:
         raise RecordingError(
-            f"{medium.path} is a recording in {counted(found.world_size, 'part')}, and num_parts "
-            f"is {num_parts} here: give the same number, or choose another folder"
+            f"{medium.path} is a recording in {counted(description.world_size, 'part')}, and "
+            f"num_parts is {num_parts} here: give the same number, or choose another folder"
         )
-    check_settings(medium.path, found.header, as_read(header))
+    check_settings(medium.path, description.header, as_read(header))
 
 
 def seen_by_others(store: Store) -> Disk:
@@ -127,11 +127,11 @@ def _naming_part(part: int) -> Iterator[None]:
 def _check_mergeable(layers: LayerOptions) -> None:
     """Refuse reductions whose states for different parts of the data can't be merged."""
     for label, given in layers.reductions.items():
-        for one in several(given):
-            if one.why_not_merged is not None:
+        for reduction in several(given):
+            if reduction.why_not_merged is not None:
                 raise CollectError(
                     f"layer {layers.architecture[label]} can't be reduced in parts: "
-                    f"{one.why_not_merged}"
+                    f"{reduction.why_not_merged}"
                 )
 
 
@@ -317,8 +317,8 @@ def progress_of(medium: Medium) -> Progress:
         # It may have been given back since.
         if said := holder_of(medium, name):
             pid, since = int(_number(said, "pid")), _number(said, "since")
-            found = part, str(said.get("host")), pid, since
-            holders.append(Holder(*found, is_gone(medium, name)))
+            facts = part, str(said.get("host")), pid, since
+            holders.append(Holder(*facts, is_gone(medium, name)))
     return Progress(num_parts, len(done), holders)
 
 

@@ -42,8 +42,8 @@ def share_of(loader: Any, *, has_ids: bool) -> Share | None:
     here = this_process()
     source = getattr(loader, "batch_sampler", None)
     source = getattr(loader, "sampler", None) if source is None else source
-    if any(type(one).__module__.startswith("accelerate.") for one in (loader, dataset, source)):
-        number = max(getattr(one, "num_processes", here.world_size) for one in (dataset, source))
+    if any(type(part).__module__.startswith("accelerate.") for part in (loader, dataset, source)):
+        number = max(getattr(part, "num_processes", here.world_size) for part in (dataset, source))
         problem = (
             "Accelerate deals out samples in ways that are not followed here: give the loader that "
             f"it was made from, with a DistributedSampler, or {_OWN_WORDS}"
@@ -75,8 +75,8 @@ def _share_of_sampler(loader: Any, dataset: Any, chain: list[Any], *, has_ids: b
     # A sampler that drops nothing may repeat samples, unless it says otherwise.
     most = size if getattr(sampler, "drop_last", False) is True else size + 1
     repeats = max(0, getattr(sampler, "total_size", most) - size)
-    given = {name: getattr(sampler, name, None) for name in _SETTINGS}
-    settings = {name: value for name, value in given.items() if isinstance(value, bool | int)}
+    values = {name: getattr(sampler, name, None) for name in _SETTINGS}
+    settings = {name: value for name, value in values.items() if isinstance(value, bool | int)}
     is_known = all(map(_is_repeatable, chain))
     num_own = len(range(place.rank, size, place.world_size))
     return Share(
@@ -99,7 +99,7 @@ def _problem_of(
             f"the sampler gives the samples of rank {place.rank} of {place.world_size}, and this "
             f"process is rank {here.rank} of {here.world_size}: {_OWN_WORDS}"
         )
-    kinds = " in a ".join(type(one).__name__ for one in reversed(unknown or []))
+    kinds = " in a ".join(type(sampler).__name__ for sampler in reversed(unknown or []))
     if unknown is not None and repeats:
         return (
             f"a {kinds} adds repeats, and it is not known which samples they are: give it "
@@ -136,7 +136,7 @@ def _is_repeatable(sampler: Any) -> bool:
 
 def _chosen(source: Iterable[Any], num_own: int) -> Iterator[ChosenSamples]:
     """Yield the samples of each batch; those behind the first ``num_own`` of all are repeats."""
-    for one in source:
-        indices = list(one) if isinstance(one, Iterable) else [one]
+    for chosen in source:
+        indices = list(chosen) if isinstance(chosen, Iterable) else [chosen]
         yield ChosenSamples(indices, max(0, min(num_own, len(indices))))
         num_own -= len(indices)

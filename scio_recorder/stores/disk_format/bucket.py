@@ -161,7 +161,7 @@ class Bucket(Medium):
 
     def times(self, prefix: str) -> dict[str, float]:
         """Return when each object whose name begins so was put, by the clock of the store."""
-        found: dict[str, float] = {}
+        times: dict[str, float] = {}
         last = self._folder + prefix
 
         def note(library: Any, store: ObjectStore, folder: str) -> None:
@@ -169,16 +169,16 @@ class Bucket(Medium):
             # Names come in order, on request from the middle of the list on.
             begin = {"offset": last} if last else {}
             for page in library.list(store, folder or None, chunk_size=_PAGE, **begin):
-                for one in page:
-                    name = one["path"][len(folder) :]
+                for entry in page:
+                    name = entry["path"][len(folder) :]
                     if not name.startswith(prefix):
                         return
-                    found[name.partition("/")[0]] = one["last_modified"].timestamp()
+                    times[name.partition("/")[0]] = entry["last_modified"].timestamp()
                 # If the next page fails, it is requested again.
                 last = page[-1]["path"]
 
         self.make("", note)
-        return found
+        return times
 
     @contextmanager
     def reading(self, name: str, stamp: Stamp | None = None) -> Iterator[ReadAt]:
@@ -269,8 +269,8 @@ def _put_by(library: Any, store: ObjectStore, path: str) -> str | None:
     except FileNotFoundError:
         # Two simultaneous puts can hinder each other.
         raise PassingError("an object that is there already is not there") from None
-    found: str | None = answer.attributes.get(_PUT_BY)
-    return found
+    put_by: str | None = answer.attributes.get(_PUT_BY)
+    return put_by
 
 
 def _understood(error: Exception) -> tuple[OSError, bool]:
@@ -304,8 +304,8 @@ def _understood(error: Exception) -> tuple[OSError, bool]:
 
 def _in_words(text: str) -> str:
     """Return the message of an answer without secrets."""
-    found = [pattern.search(text) for pattern in (_STATUS, _CODE, _MESSAGE)]
-    words = [match[1] for match in found if match is not None]
+    matches = [pattern.search(text) for pattern in (_STATUS, _CODE, _MESSAGE)]
+    words = [match[1] for match in matches if match is not None]
     return _CONFIDENTIAL.sub("", ": ".join(words) or text.partition("\n")[0])[:300]
 
 
@@ -342,5 +342,5 @@ def _client(url: str, seconds: int, environment: frozenset[tuple[str, str]]) -> 
         options["allow_http"] = True
     # Only one place repeats requests, since it knows which may have acted.
     no_retries = {"max_retries": 0}
-    found: ObjectStore = store.from_url(url, client_options=options, retry_config=no_retries)
-    return found
+    client: ObjectStore = store.from_url(url, client_options=options, retry_config=no_retries)
+    return client

@@ -147,10 +147,10 @@ def read_description(medium: Medium) -> Description:
         if error.errno != errno.ENOENT:
             raise
         names = sorted(glob.glob(f"*/{DESCRIPTION_NAME}", root_dir=medium.path))
-        found = [os.path.join(medium.path, os.path.dirname(name)) for name in names]
-        more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
-        inside = ", ".join(f"open_recording({path!r})" for path in found[:_SHOWN]) + more
-        advice = f", but folders in it hold recordings: {inside}" if found else ""
+        places = [os.path.join(medium.path, os.path.dirname(name)) for name in names]
+        more = f" and {len(places) - _SHOWN:,} more" if len(places) > _SHOWN else ""
+        inside = ", ".join(f"open_recording({path!r})" for path in places[:_SHOWN]) + more
+        advice = f", but folders in it hold recordings: {inside}" if places else ""
         raise FormatError(
             f"{medium.path} holds no recording: it has no {DESCRIPTION_NAME}"
             f"{advice or '; give the place to which one was written'}"
@@ -187,9 +187,9 @@ def place_of(path: str | os.PathLike[str]) -> str:
     prefix = _PREFIX.match(place)
     if not place or "\0" in place or (prefix is not None and not is_url(place)):
         # The rest of a URL may hold a password.
-        given = f'"{prefix[0]}..."' if prefix else repr(path)
+        shown = f'"{prefix[0]}..."' if prefix else repr(path)
         raise FormatError(
-            f'{given} names no folder and no bucket: write "runs/one" for a folder, or a URL '
+            f'{shown} names no folder and no bucket: write "runs/one" for a folder, or a URL '
             'such as "s3://bucket/run" (also "gs://", "az://")'
         )
     if place.startswith("~"):
@@ -260,9 +260,13 @@ def for_others(path: str) -> str:
 
 def check_equal(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
     """Refuse to continue or to join a recording with other settings."""
-    if found := differences(stored, given):
-        shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-        raise FormatError(f"{path} was recorded with other settings: {shown}")
+    if differing := differences(stored, given):
+        raise FormatError(f"{path} was recorded with other settings: {first_of(differing)}")
+
+
+def first_of(lines: list[str]) -> str:
+    """Return the first lines in one, and the number of the others."""
+    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 
 def differences(stored: Any, given: Any, path: str = "") -> list[str]:

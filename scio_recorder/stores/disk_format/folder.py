@@ -114,8 +114,8 @@ class Folder(Medium):
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names in the folder with a prefix, sorted."""
-        found = system.list_names(self.descriptor)
-        return sorted(name for name in found if name.startswith(prefix))
+        names = system.list_names(self.descriptor)
+        return sorted(name for name in names if name.startswith(prefix))
 
     def times(self, prefix: str) -> dict[str, float]:
         """Return when each file with a prefix was put, by the clock of the file system."""
@@ -143,10 +143,10 @@ class Folder(Medium):
             if not stat.S_ISREG(status.st_mode):
                 raise FormatError(f"{self.path_of(name)} is not a regular file")
             # Writing into a file changes one or the other.
-            found = Stamp(status.st_size, status.st_mtime_ns)
-            if stamp not in (None, found):
+            current = Stamp(status.st_size, status.st_mtime_ns)
+            if stamp not in (None, current):
                 raise FormatError(f"{self.path_of(name)} was replaced since it was opened")
-            yield partial(read_at, descriptor, self.path_of(name), found)
+            yield partial(read_at, descriptor, self.path_of(name), current)
         finally:
             close_quietly(descriptor)
 

@@ -26,10 +26,10 @@ class OnDemand(Sequence[T]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[T]: ...
     def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        found = range(len(self))[index]
-        if isinstance(found, range):
-            return [self._read(number) for number in found]
-        return self._read(found)
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return [self._read(number) for number in numbers]
+        return self._read(numbers)
 
     @abc.abstractmethod
     def _read(self, number: int) -> T:
@@ -70,10 +70,10 @@ class SampleIds(OnDemand[int | str]):
         """Return the ids of several writers; those of each are of one type, or `ValueError`."""
         whole = cls()
         for parts in writers:
-            own = cls()
+            ids_of_writer = cls()
             for part in parts:
-                own.add(part)
-            for part in own._parts:
+                ids_of_writer.add(part)
+            for part in ids_of_writer._parts:
                 whole._append(part)
         return whole
 
@@ -85,7 +85,7 @@ class SampleIds(OnDemand[int | str]):
         part : range, array.array or tuple
             The ids that are about to follow.
         """
-        kinds = {isinstance(one, tuple) for one in (*self._parts[:1], part) if len(one)}
+        kinds = {isinstance(ids, tuple) for ids in (*self._parts[:1], part) if len(ids)}
         if len(kinds) > 1:
             raise ValueError("integers and strings are mixed as sample ids")
         if len(self) + len(part) > MAX_SIZE:
@@ -137,8 +137,8 @@ class SampleIds(OnDemand[int | str]):
             seen.add(name)
         ranges = [(part[0], part[-1]) for part in self._parts if isinstance(part, range)]
         others = [numpy.array(part) for part in self._parts if isinstance(part, array)]
-        first = numpy.concatenate([numpy.array([one for one, _ in ranges], numpy.int64), *others])
-        last = numpy.concatenate([numpy.array([end for _, end in ranges], numpy.int64), *others])
+        first = numpy.concatenate([numpy.array([low for low, _ in ranges], numpy.int64), *others])
+        last = numpy.concatenate([numpy.array([high for _, high in ranges], numpy.int64), *others])
         order = first.argsort()
         first, last = first[order], last[order]
         again = numpy.flatnonzero(last[:-1] >= first[1:])

@@ -170,10 +170,10 @@ class Chunk:
                 raise ValueError("its state is missing")
 
     def _check_table(self, file: TensorFile) -> None:
-        own = [(name, spec.of(self.num_rows)) for name, spec in self._description.table.items()]
-        if list(file.table.items())[: len(own)] != own:
+        rows = [(name, spec.of(self.num_rows)) for name, spec in self._description.table.items()]
+        if list(file.table.items())[: len(rows)] != rows:
             raise ValueError("its tensors are not those of the recording's layers")
-        names, wanted = list(file.table)[len(own) :], list[str]()
+        names, wanted = list(file.table)[len(rows) :], list[str]()
         if self.batches is not None:
             wanted = [*(f"#{number}" for number in range(len(names) - 1)), VALUES]
         if names != wanted or (names and file.table[VALUES].dtype != torch.uint8):
@@ -210,7 +210,7 @@ class Run:
 
     def sample_ids(self) -> SampleIds:
         """Return the ids of all samples."""
-        return SampleIds.joined([[one.ids for one in rank] for rank in self.chunks.values()])
+        return SampleIds.joined([[chunk.ids for chunk in rank] for rank in self.chunks.values()])
 
     def listed(self, rank: int) -> dict[str, JSON]:
         """Return the list of a rank's commits, as its manifest states it."""
@@ -224,7 +224,7 @@ class Run:
 
     def last_state(self, rank: int) -> Any:
         """Return the last state that a rank committed; None if there is none."""
-        return next((one.state for one in reversed(self.chunks[rank]) if one.state), None)
+        return next((chunk.state for chunk in reversed(self.chunks[rank]) if chunk.state), None)
 
     def state_file(self, rank: int) -> str | None:
         """Return the name of the file with the tensors of that state, if any."""
@@ -249,7 +249,7 @@ def scan(medium: Medium, rank: int | None = None) -> Run:
     """
     run = Run(medium, read_description(medium))
     ranks = range(run.description.world_size) if rank is None else [rank]
-    run.chunks = {one: [] for one in ranks}
+    run.chunks = {owner: [] for owner in ranks}
     names, counts = None, dict[int, int]()
     if rank is None:
         # Not for one rank, since there can be hundreds of thousands of names.
@@ -259,7 +259,9 @@ def scan(medium: Medium, rank: int | None = None) -> Run:
     read = partial(_read_rank, run, names=names, counts=counts)
     for_each(read, ranks, medium.num_readers)
     # Manifests state facts about commits. Those of many ranks are compared when data is read.
-    looked_at = [one for one in run.all_chunks if len(ranks) == 1 or one.name not in (names or ())]
+    looked_at = [
+        chunk for chunk in run.all_chunks if len(ranks) == 1 or chunk.name not in (names or ())
+    ]
     for_each(attrgetter("file"), looked_at, medium.num_readers)
     return run
 
@@ -297,10 +299,10 @@ def _read_manifest(run: Run, rank: int, said: Any) -> None:
     checksums, commits = expect(said["chunks"], list), said.get("commits")
     stated = [None] * len(checksums) if commits is None else zip(checksums, commits, strict=True)
     run.closed.add(rank)
-    for one in stated:
-        run.add(rank, one)
-    found = run.listed(rank)
-    if {key: said[key] for key in found} != found:
+    for facts in stated:
+        run.add(rank, facts)
+    listed = run.listed(rank)
+    if {key: said[key] for key in listed} != listed:
         raise ValueError("it does not match the chunks")
 
 
@@ -425,7 +427,7 @@ class KeptReader:
         self._chunks = [chunk for chunk in chunks if chunk.batches is not None]
         self.rows: list[int] = [rows for chunk in self._chunks for rows in chunk.batches]
         # The number of batches before each chunk.
-        self._starts = list(accumulate([len(one.batches) for one in self._chunks], initial=0))
+        self._starts = list(accumulate([len(chunk.batches) for chunk in self._chunks], initial=0))
         if self._chunks and sum(self.rows) != sum(len(chunk.ids) for chunk in chunks):
             raise ValueError("something is kept of some batches and not of others")
         # Cache: batches are usually read in order.
@@ -557,7 +559,7 @@ class RunReader(RowReader):
             self.forget_verified()
         self.starts = list(accumulate([chunk.num_rows for chunk in self._chunks], initial=0))
         # The number of samples before those of each rank.
-        counts = [sum([len(one.ids) for one in rank]) for rank in self.run.chunks.values()]
+        counts = [sum([len(chunk.ids) for chunk in rank]) for rank in self.run.chunks.values()]
         befores = accumulate(counts, initial=0)
         self._first_samples = dict(zip(self.run.chunks, befores, strict=False))
         if verify:

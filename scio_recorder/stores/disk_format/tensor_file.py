@@ -197,7 +197,7 @@ def entries(value: Any, **kinds: type) -> list[Any]:
 def _depth(value: Any) -> int:
     values = value.values() if isinstance(value, dict) else value
     # There can be many ids, and few of a file's values have others in them.
-    inner = [one for one in values if isinstance(one, (list, tuple, dict))]
+    inner = [item for item in values if isinstance(item, (list, tuple, dict))]
     return 1 + max(map(_depth, inner), default=0)
 
 
@@ -395,9 +395,9 @@ class TensorFile:
             header = self._read_header()
             layout, self._blocks, self.content = _parsed(header)
             self.num_bytes = len(header) + layout.num_bytes
-            found = self._stamp.num_bytes
-            if found != self.num_bytes:
-                raise ValueError(f"{found} bytes long, {self.num_bytes} were written")
+            num_bytes = self._stamp.num_bytes
+            if num_bytes != self.num_bytes:
+                raise ValueError(f"{num_bytes} bytes long, {self.num_bytes} were written")
         self._begin = len(header)
         self.checksum = _checksum_of(header)
         # The layout itself holds the text of the header.
@@ -408,9 +408,9 @@ class TensorFile:
         first = bytearray(_PAGE_BYTES)
         with self._medium.reading(self.name) as read_at:
             self._stamp = read_at(0, memoryview(first))
-            length, found = 8 + int.from_bytes(first[:8], "little"), self._stamp.num_bytes
-            if not _PAGE_BYTES <= length <= min(MAX_FILE_BYTES, found):
-                raise ValueError(f"its header is said to have {length} bytes of {found}")
+            length, num_bytes = 8 + int.from_bytes(first[:8], "little"), self._stamp.num_bytes
+            if not _PAGE_BYTES <= length <= min(MAX_FILE_BYTES, num_bytes):
+                raise ValueError(f"its header is said to have {length} bytes of {num_bytes}")
             more = bytearray(length - _PAGE_BYTES)
             if more:
                 read_at(_PAGE_BYTES, memoryview(more))

@@ -177,9 +177,9 @@ class RunWriter:
         """
         columns = None if rows is None else dict(rows)
         run = uuid.uuid4().hex
-        given = Description(run, world_size, dict(layers), dict(header), columns)
+        described = Description(run, world_size, dict(layers), dict(header), columns)
         try:
-            said = given.to_json()
+            said = described.to_json()
             description, write = Description.from_json(as_read(said)), file_writer({}, said)
         except (TypeError, ValueError) as cause:
             raise ContentError(f"a recording can't be described: {cause}") from cause
@@ -344,11 +344,11 @@ class RunWriter:
             )
         number = samples if rows is None else rows
         wanted = {name: spec.of(number) for name, spec in self.run.description.table.items()}
-        found = table_of(tensors)
-        for name in wanted | found:
-            if wanted.get(name) != found.get(name):
+        given_table = table_of(tensors)
+        for name in wanted | given_table:
+            if wanted.get(name) != given_table.get(name):
                 raise ValueError(
-                    f"layer {name} is {found.get(name, 'missing')}, not "
+                    f"layer {name} is {given_table.get(name, 'missing')}, not "
                     f"{wanted.get(name, 'one of the recording')} ({samples} sample ids were given)"
                 )
         total = self.durable + samples
