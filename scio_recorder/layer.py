@@ -284,6 +284,8 @@ class Operation(Layer):
         The number of that line.
     source : str
         The line.
+    attention : Any
+        What is known of the attention that it completes; None if it completes none.
 
     Examples
     --------
@@ -301,6 +303,7 @@ class Operation(Layer):
     file: str
     line: int
     source: str
+    attention: Any = None
 
     def __init__(
         self,
@@ -311,13 +314,16 @@ class Operation(Layer):
         line: tuple[str, int, str],
         completion: float | None = None,
         executed: bool = True,
+        attention: Any = None,
     ) -> None:
         label: Any = OperationIdx(*layer.label, function, index)
         name = f"{layer.name}/{function}:{index}"
         ran = executed, completion, output_spec
         super().__init__(label, name, layer.module, function, layer.call, None, 0, *ran)
         # Rows are frozen.
-        vars(self).update(zip(("layer", "file", "line", "source"), (layer, *line), strict=True))
+        file, number, source = line
+        own = {"layer": layer, "file": file, "line": number, "source": source}
+        vars(self).update(own, attention=attention)
 
     @property
     def depth(self) -> int:

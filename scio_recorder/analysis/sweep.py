@@ -41,7 +41,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, shown_shapes
 from scio_recorder.nets.sharded import is_sharded
 from scio_recorder.nets.state.untouched import NetState, untouched
-from scio_recorder.postprocessors.floating_map import describe
+from scio_recorder.postprocessors.values import describe
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import booleans
 from scio_recorder.tensors.arithmetic import with_float64

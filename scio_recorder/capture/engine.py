@@ -24,7 +24,7 @@ from scio_recorder.capture.watch import Watcher
 from scio_recorder.errors import PostprocessorError, RecorderError, UnsupportedNetError, warn
 from scio_recorder.layer import Layer, OperationIdx, RowIdx
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.attention_calls import AttentionRecords
+from scio_recorder.nets.attention import AttentionRecords
 from scio_recorder.nets.operations import unseen
 from scio_recorder.nets.records import Inputs, Records
 from scio_recorder.nets.sharded import Shards, is_sharded
@@ -35,7 +35,7 @@ from scio_recorder.postprocessors.assigning import (
     Postprocessors,
     assign,
 )
-from scio_recorder.postprocessors.knockout import Knockout
+from scio_recorder.postprocessors.knockout import Knockout, KnockoutOf
 from scio_recorder.postprocessors.wrapping import OnInput
 from scio_recorder.tensors import private
 
@@ -255,16 +255,19 @@ class Capture:
             return self._run(net, args, kwargs, current)
 
     def _assigned(self, posts: Postprocessors) -> Assigned:
-        assigned = assign(self.architecture, self.program.order, posts)
-        for label in [at for at, post in assigned.items() if isinstance(post, Knockout)]:
+        assigned: dict[RowIdx, Any] = assign(self.architecture, self.program.order, posts)
+        for label, post in [*assigned.items()]:
+            if not isinstance(post, Knockout):
+                continue
             calls = self.program.attention.get((label[0], label[1]))
             if calls is None or label in self.program.own_code:
                 raise PostprocessorError(
-                    f"{assigned[label]!r} acts on the attention of a layer, and that of "
+                    f"{post!r} acts on the attention of a layer, and that of "
                     f"{self.architecture[label]} is not recorded: write record(..., attention=True)"
                     ", and name the layer"
                 )
-            assigned[calls.first.label] = assigned.pop(label)
+            assigned[calls.first.label] = KnockoutOf(post, calls)
+            del assigned[label]
         return Assigned(assigned, self.site.local.run_aside)
 
     def _run(self, net: Callable[..., Any], args: Any, kwargs: Any, current: Pass) -> Any:

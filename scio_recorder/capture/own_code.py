@@ -121,22 +121,35 @@ def run_in_mode(
         As a `CallWrapper` gives them.
     """
     outer, own = local.own_code, mode_of()
-    if outer is None and own is None:
-        return call(*args, **kwargs)
-    modes = private.function_modes()
+    if own is None:
+        return run_outside(local, call, args, kwargs)
+    if outer is not None:
+        inside = partial(run_in_mode, local, lambda: own, call)
+        return run_outside(local, inside, (args, kwargs), {})
     try:
         local.own_code = own
-        others = [mode for mode in modes if mode is not outer]
-        private.set_function_modes(others if own is None else [*others, own])
+        private.put_function_mode(own, 0)
         return call(*args, **kwargs)
     finally:
-        # The module may have entered or left modes for good, as `set_default_device` does.
-        now = [mode for mode in private.function_modes() if mode not in (own, outer)]
-        # Torch takes a mode away while it handles a call, as when a post-processor runs.
-        if outer in modes:
-            above = len(modes) - 1 - modes.index(outer)
-            now.insert(len(now) - above, outer)
-        private.set_function_modes(now)
+        private.take_function_mode_out(own)
+        local.own_code = None
+
+
+def run_outside(local: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a module that own code calls, outside of the mode of that code."""
+    outer = local.own_code
+    if outer is None:
+        return call(*args, **kwargs)
+    # Torch takes a mode away while it handles a call, as when a post-processor runs.
+    num_above = private.function_modes_above(outer)
+    try:
+        local.own_code = None
+        private.take_function_mode_out(outer)
+        return call(*args, **kwargs)
+    finally:
+        if num_above is not None:
+            # The module may have entered or left modes for good, as `set_default_device` does.
+            private.put_function_mode(outer, num_above)
         local.own_code = outer
 
 
@@ -162,7 +175,9 @@ class RecordedCode:
 
     def wrapper(self, module: nn.Module) -> CallWrapper:
         """Return what stands around the calls of the module."""
-        return CallWrapper(module, partial(run_in_mode, self.site.local, self.mode), site=self.site)
+        local = self.site.local
+        run = partial(run_in_mode, local, self.mode) if self._hooks else partial(run_outside, local)
+        return CallWrapper(module, run, site=self.site)
 
     def mode(self) -> _RecordingMode | None:
         """Return the mode for a call in a pass, or in one that checkpointing runs again."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from scio_recorder.capture.attention_sink import AttentionSink
 from scio_recorder.capture.checkpoint_regions import Rerun
 from scio_recorder.capture.gradients import CallKey, CallStart, Gradients
 from scio_recorder.capture.keeping import (
@@ -28,7 +27,7 @@ from scio_recorder.capture.keeping import (
 from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError
 from scio_recorder.layer import RowIdx, few
-from scio_recorder.nets.attention_calls import AttentionRecords
+from scio_recorder.nets.attention import AttentionRecords, AttentionSink
 from scio_recorder.nets.calling_names import calling_name
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records, entries_of
 from scio_recorder.nets.refusals import cast_for, refuse_unkeepable
@@ -95,7 +94,7 @@ class Pass:
         self.records_outputs = records_outputs
         self._sink = sink
         if sink is not None and program.attention:
-            self._sink = AttentionSink(sink, program.attention)
+            self._sink = AttentionSink(sink.receivers, program.attention)
         # If a module may run any number of times, a sink takes all its calls at once.
         self._hands_on = sink is not None and program.counts_calls
         self._keeps_outputs = records_outputs or (sink is not None and not self._hands_on)

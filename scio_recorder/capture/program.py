@@ -23,7 +23,7 @@ from scio_recorder.layer import (
     text_of,
 )
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.attention_calls import find_attention
+from scio_recorder.nets.attention import find_attention
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private

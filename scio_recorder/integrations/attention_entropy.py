@@ -12,7 +12,7 @@ from scio_recorder.capture.around import CallWrapper
 from scio_recorder.capture.checkpoint_regions import is_rerun
 from scio_recorder.capture.own_code import ObservingMode, RunningCode, run_in_mode
 from scio_recorder.errors import AttentionError
-from scio_recorder.nets.attention_calls import AttentionReader
+from scio_recorder.nets.attention import AttentionReader
 from scio_recorder.nets.operations import unseen
 from scio_recorder.nets.records import Inputs
 

@@ -132,7 +132,7 @@ def unseen(function: Callable[..., Any], *args: Any) -> Any:
     A recorder may run inside the code that another one looks at.
     """
     modes = private.function_modes()
-    others = [mode for mode in modes if not isinstance(mode, LibraryMode)]
+    others = modes and [mode for mode in modes if not isinstance(mode, LibraryMode)]
     if len(others) == len(modes):
         return function(*args)
     try:

@@ -12,11 +12,9 @@ from torch import Tensor
 from scio_recorder.errors import PostprocessorError, raised_by, warn
 from scio_recorder.layer import Layer, Operation, RowIdx, counted, describe, few
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.attention_arguments import unpacked
-from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.selection import by_selector
-from scio_recorder.postprocessors.floating_map import check_postprocessor
-from scio_recorder.postprocessors.knockout import Knockout
+from scio_recorder.postprocessors.knockout import KnockoutOf
+from scio_recorder.postprocessors.values import check_postprocessor
 from scio_recorder.postprocessors.wrapping import Heads, OnInput
 from scio_recorder.tensors.arguments import takes
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
@@ -220,7 +218,7 @@ class Assigned:
         self.functions = functions
         self._run = run
         self.acts = bool(functions)
-        kinds = OnInput, Knockout
+        kinds = OnInput, KnockoutOf
         self.on_inputs = {at for at, post in functions.items() if isinstance(post, kinds)}
         # The post-processors that changed a shape or dtype, each with its layer, and how.
         self._changes: dict[str, str] = {}
@@ -259,10 +257,9 @@ class Assigned:
         if label not in self.on_inputs:
             return args, dict(kwargs)
         function: Any = self.functions[label]
-        if isinstance(function, Knockout) and isinstance(layer, Operation):
+        if isinstance(function, KnockoutOf):
             try:
-                inputs = unpacked(layer, Inputs(args, dict(kwargs)))
-                return function.changed(layer.function, inputs)
+                return function.changed(args, kwargs)
             except PostprocessorError as error:
                 error.add_note(f"raised by the post-processor of {layer}")
                 raise

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import PostprocessorError
-from scio_recorder.nets.attention_arguments import (
-    bias_of,
-    bound_arguments,
-    has_further_keys,
-    joined_masks,
-)
+from scio_recorder.errors import AttentionError, PostprocessorError
+from scio_recorder.nets.attention import AttentionCalls
 from scio_recorder.nets.records import Inputs
-from scio_recorder.postprocessors.floating_map import integers, refuse_nested
+from scio_recorder.postprocessors.values import integers
 
 # If scores lie so far apart, the weight of the lower one is zero in every dtype. The lowest number
 # of a dtype, -1e9 and -1e4 in masks are meant like minus infinity.
@@ -75,70 +70,21 @@ class Knockout:
             'activation_postproc={"h.*.attn": Knockout(queries=[-1], keys=[0])}.'
         )
 
-    def changed(self, function: str, inputs: Inputs) -> Inputs:
-        """Return the changed inputs of a call of an attention kernel or a softmax.
+    def take_out(self, bias: Tensor, leading: Sequence[int]) -> Tensor:
+        """Return scores, or what is added to them, with minus infinity for chosen keys.
 
         Parameters
         ----------
-        function : str
-            "scaled_dot_product_attention", "multi_head_attention_forward" or "softmax".
-        inputs : Inputs
-            What it is about to receive.
-
-        Returns
-        -------
-        Inputs
-            What it receives instead. No tensor is changed in place.
+        bias : Tensor
+            [..., queries, keys].
+        leading : sequence of int
+            The dimensions in front of these that scores have: [batch, ..., heads].
 
         Raises
         ------
         PostprocessorError
             See above.
         """
-        refuse_nested(self, [*inputs.args, *inputs.kwargs.values()][0])
-        if function == "softmax":
-            return self._of_softmax(inputs)
-        given = bound_arguments(function, inputs)
-        if function == "multi_head_attention_forward":
-            given.arguments |= self._of_masks(given.arguments)
-        else:
-            given.arguments |= self._of_mask(given.arguments)
-        return Inputs(given.args, given.kwargs)
-
-    def _of_softmax(self, inputs: Inputs) -> Inputs:
-        args, kwargs = inputs
-        scores = args[0] if args else kwargs["input"]
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if scores.dim() < 2 or dim not in (-1, scores.dim() - 1):
-            raise PostprocessorError(
-                f"{self!r} needs a softmax over the last dimension of scores [batch, heads, "
-                f"queries, keys], not over dimension {dim} of {[*scores.shape]}"
-            )
-        changed = self._without(scores, scores.shape[:-2])
-        if not args:
-            return Inputs((), kwargs | {"input": changed})
-        return Inputs((changed, *args[1:]), kwargs)
-
-    def _of_mask(self, given: dict[str, Any]) -> dict[str, Any]:
-        query, sizes = given["query"], (given["query"].shape[-2], given["key"].shape[-2])
-        bias = self._without(_bias(given, sizes, query), query.shape[:-2])
-        return {"attn_mask": bias, "is_causal": False}
-
-    def _of_masks(self, given: dict[str, Any]) -> dict[str, Any]:
-        if has_further_keys(given):
-            raise PostprocessorError(
-                f"{self!r} can't act on attention with bias_k, add_zero_attn, static_k or static_v"
-            )
-        query = given["query"]
-        leading = (query.shape[1] if query.dim() == 3 else 1), given["num_heads"]
-        bias = _bias(joined_masks(given), (len(query), len(given["key"])), query)
-        bias = self._without(bias, leading)
-        if bias.dim() > 2:
-            bias = bias.expand(*leading, -1, -1).flatten(0, 1)
-        return {"attn_mask": bias, "key_padding_mask": None, "is_causal": False}
-
-    def _without(self, bias: Tensor, leading: Sequence[int]) -> Tensor:
-        """Return scores, or what is added to them, with minus infinity for chosen keys."""
         num_queries, num_keys = bias.shape[-2:]
         where = self._named("queries", num_queries)[:, None] & self._named("keys", num_keys)
         if self.heads is not None:
@@ -161,18 +107,27 @@ class Knockout:
 
     def _named(self, name: str, count: int) -> Tensor:
         """Return whether each of a number of positions is named."""
-        given = getattr(self, name)
-        outside = [at for at in given if not -count <= at < count]
+        positions = getattr(self, name)
+        outside = [at for at in positions if not -count <= at < count]
         if outside:
             raise PostprocessorError(
                 f"{self!r} names {name} {outside}, and the call of the attention has {count} {name}"
             )
         named = torch.zeros(count, dtype=torch.bool, device="cpu")
-        named[list(given)] = True
+        named[list(positions)] = True
         return named
 
 
-def _bias(masks: dict[str, Any], sizes: tuple[int, int], query: Tensor) -> Tensor:
-    """Return what masks add to all scores, zeros if there are none."""
-    bias = bias_of(masks, sizes, torch.arange(sizes[0], device=query.device), query.dtype)
-    return query.new_zeros(sizes) if bias is None else bias.expand(*bias.shape[:-2], *sizes)
+@dataclass(frozen=True)
+class KnockoutOf:
+    """A knockout of the attention of one layer, which changes what its first operation receives."""
+
+    knockout: Knockout
+    calls: AttentionCalls
+
+    def changed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
+        """Return the changed inputs of the operation; no tensor is changed in place."""
+        try:
+            return self.calls.changed(Inputs(args, dict(kwargs)), self.knockout.take_out)
+        except AttentionError as error:
+            raise PostprocessorError(f"{self.knockout!r} can't act: {error}") from error

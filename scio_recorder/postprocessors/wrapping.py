@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.postprocessors.floating_map import (
+from scio_recorder.postprocessors.values import (
     FloatingMap,
     check_postprocessor,
     describe,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections import OrderedDict
@@ -550,5 +551,13 @@ class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
         # A recorder that an earlier version has pickled lacks some.
         state = {"_operations": None, "_labelling": None, "_gradient_hooks": OrderedDict(), **state}
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # that of nn.Module
-        architecture = self.architecture.with_operations(self._operations or ())
+        operations = self._operations or ()
+        architecture = self.architecture.with_operations(operations)
+        if options.attention and all("attention" not in vars(row) for row in operations):
+            # Version 0.3 did not check the layout of attention.
+            warn(
+                "this recorder was pickled by an earlier version, and the attention that it "
+                "recorded is left out: construct it again"
+            )
+            options, self._operations = dataclasses.replace(options, attention=()), None
         self._install(Capture(self._net, architecture, recording, options))

@@ -562,8 +562,7 @@ def is_in_compiled_function(outermost: Collection[CodeType] = ()) -> bool:
 @needs("torch._C._len_torch_function_stack", "recording operations")
 def function_modes() -> list[Any]:
     """Return the function modes of this thread, the outermost first."""
-    count = torch._C._len_torch_function_stack()
-    return [torch._C._get_function_stack_at(place) for place in range(count)]
+    return [*map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))]
 
 
 @needs("torch._C._push_on_torch_function_stack", "recording operations")
@@ -573,6 +572,37 @@ def set_function_modes(modes: list[Any]) -> None:
         torch._C._pop_torch_function_stack()
     for mode in modes:
         torch._C._push_on_torch_function_stack(mode)
+
+
+def function_modes_above(mode: Any) -> int | None:
+    """Return the number of function modes of this thread inside of one; None if it is not there."""
+    if _is_innermost(mode):
+        return 0
+    modes = function_modes()
+    return modes[::-1].index(mode) if mode in modes else None
+
+
+def take_function_mode_out(mode: Any) -> None:
+    """Leave a function mode of this thread, if it is there."""
+    if _is_innermost(mode):
+        torch._C._pop_torch_function_stack()
+    else:
+        set_function_modes([other for other in function_modes() if other is not mode])
+
+
+def put_function_mode(mode: Any, num_above: int) -> None:
+    """Enter a function mode of this thread, unless it is there, outside of a number of others."""
+    if num_above == 0 and not _is_innermost(mode):
+        torch._C._push_on_torch_function_stack(mode)
+    elif num_above:
+        modes = [other for other in function_modes() if other is not mode]
+        modes.insert(max(0, len(modes) - num_above), mode)
+        set_function_modes(modes)
+
+
+def _is_innermost(mode: Any) -> bool:
+    count = torch._C._len_torch_function_stack()
+    return count > 0 and torch._C._get_function_stack_at(count - 1) is mode
 
 
 @needs("torch._C.DisableTorchFunction", "labelling")

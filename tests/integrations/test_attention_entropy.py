@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from scio_recorder.integrations import lightning
 from scio_recorder.integrations.transformers import LayerStatsMonitor
-from scio_recorder.nets import attention
+from scio_recorder.nets.attention import Attention, kernel
 from tests.integrations.trainings import quiet_arguments
 
 STATISTICS = ["attention_entropy"]
@@ -85,10 +85,8 @@ def test_a_step_of_several_batches_counts_them_all_once(
     ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[Any] = []
-    entropy = attention.Attention.entropy
-    monkeypatch.setattr(
-        attention.Attention, "entropy", lambda one: measured.append(one) or entropy(one)
-    )
+    entropy = Attention.entropy
+    monkeypatch.setattr(Attention, "entropy", lambda one: measured.append(one) or entropy(one))
     net = gpt2("sdpa", 0.0)
     expected = by_hand(net, ids)
     net.gradient_checkpointing_enable({"use_reentrant": False})
@@ -120,7 +118,7 @@ def test_attention_that_can_not_be_read_is_a_warning(
     ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if the kernel computed something else than its arguments say.
-    monkeypatch.setattr(attention, "bias_of", lambda *arguments: None)
+    monkeypatch.setattr(kernel, "bias_of", lambda *arguments: None)
     with pytest.warns(UserWarning, match=r"no entropy of attention in transformer\.h\.[01]\.attn"):
         assert not trained(gpt2("sdpa", 0.4), ids, tmp_path).latest
 

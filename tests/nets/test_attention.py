@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from scio_recorder.errors import ArgumentError, AttentionError
-from scio_recorder.nets.attention import Attention, attention_of, eager_attention_of
+from scio_recorder.nets.attention import Attention, AttentionReader
+from scio_recorder.nets.attention.eager import Eager, Layout
 from scio_recorder.nets.records import Inputs
 
 KERNELS = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
@@ -42,10 +43,18 @@ class Calls(TorchFunctionMode):
         return [call for call in self.calls if call[0] in names][-1]
 
 
+def attention_of(*operations: tuple[str, Inputs, Any]) -> Attention:
+    """Return the attention that operations complete."""
+    reader = AttentionReader()
+    read = [reader.read(*operation) for operation in operations]
+    [attention] = [one for one in read if one is not None]
+    return attention
+
+
 def of(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Attention:
     with Calls() as mode:
         functional.scaled_dot_product_attention(query, key, value, **options)
-    return attention_of(*mode.last("scaled_dot_product_attention"))
+    return attention_of(mode.last("scaled_dot_product_attention"))
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -260,7 +269,7 @@ def multi_head(
     _, weights = module(*inputs, **masks, average_attn_weights=False)
     with Calls() as mode:
         module(*inputs, **masks, need_weights=need_weights)
-    return attention_of(*mode.last("multi_head_attention_forward")), weights.detach()
+    return attention_of(mode.last("multi_head_attention_forward")), weights.detach()
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -281,7 +290,7 @@ def test_weights_are_rounded_as_pytorch_rounds_them(dtype: torch.dtype) -> None:
     x = torch.randn(2, 9, 32, dtype=dtype) * 5
     with Calls() as mode:
         _, expected = module(x, x, x, average_attn_weights=False)
-    weights = attention_of(*mode.last("multi_head_attention_forward")).weights()
+    weights = attention_of(mode.last("multi_head_attention_forward")).weights()
     # But for a few, which lie in the middle between two numbers.
     assert (weights == expected).double().mean() > 0.9
 
@@ -340,7 +349,7 @@ def test_projections_under_autocast_are_rounded_as_pytorch_rounds_them() -> None
     x = torch.randn(2, 9, 32) * 10
     with torch.autocast("cpu"), Calls() as mode:
         _, expected = module(x, x, x, average_attn_weights=False)
-    weights = attention_of(*mode.last("multi_head_attention_forward")).weights()
+    weights = attention_of(mode.last("multi_head_attention_forward")).weights()
     assert (weights == expected).double().mean() > 0.9
 
 
@@ -396,8 +405,8 @@ def test_weights_that_do_not_explain_the_output(name: str, dtype: torch.dtype) -
     arguments["is_causal"] = True
     output = functional.scaled_dot_product_attention(**arguments)
     kind = "scaled_dot_product_attention"
-    right = attention_of(kind, Inputs((), arguments), output)
-    wrong = attention_of(kind, Inputs((), arguments | FAULTS[name](arguments)), output)
+    right = attention_of((kind, Inputs((), arguments), output))
+    wrong = attention_of((kind, Inputs((), arguments | FAULTS[name](arguments)), output))
     assert right.weights().shape == (1, 3, 128, 128)
     assert wrong.error > max(0.05, 10 * right.error)
     with pytest.raises(AttentionError, match="don't explain"):
@@ -416,9 +425,8 @@ def test_the_error_is_that_of_the_worst_query() -> None:
     query, key, value = drawn(1, 1, 600, 4, dtype=torch.float64)
     output = functional.scaled_dot_product_attention(query, key, value)
     output[0, 0, 400, 1] += 2.0
-    attention = attention_of(
-        "scaled_dot_product_attention", Inputs((query, key, value), {}), output
-    )
+    inputs = Inputs((query, key, value), {})
+    attention = attention_of(("scaled_dot_product_attention", inputs, output))
     assert attention.error == pytest.approx(2.0 / output.abs().max().item())
     attention.weights(queries=[399, 401])
 
@@ -430,7 +438,7 @@ def test_numbers_that_are_none() -> None:
         attention = of(query, key, value)
     # This kernel returns zeros there, which the weights do not explain.
     attention.weights(queries=[0, 2, 3])
-    with pytest.raises(AttentionError, match="by nan of"):
+    with pytest.raises(AttentionError, match="returned NaN"):
         attention.weights(queries=1)
     with sdpa_kernel(SDPBackend.MATH):
         attention = of(query, key, value)
@@ -454,12 +462,9 @@ def test_what_cannot_be_read() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2, 8)] * 2, layout=torch.jagged)
     kind = "scaled_dot_product_attention"
     with pytest.raises(AttentionError, match="nested"):
-        attention_of(kind, Inputs((nested, nested, nested), {}), nested)
+        attention_of((kind, Inputs((nested, nested, nested), {}), nested))
     with pytest.raises(AttentionError, match="dimensions"):
         of(query[0], key, value)
-    for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
-        with pytest.raises(AttentionError, match="bias_k, add_zero_attn"):
-            multi_head(options, {})
     with pytest.raises(ArgumentError, match=r"no head 2 of 2"):
         of(query, key, value).weights(heads=2)
     with pytest.raises(ArgumentError, match=r"no query \[-5\] of 4"):
@@ -472,11 +477,10 @@ def test_what_cannot_be_read() -> None:
 
 
 def eager(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Attention, Any]:
-    """Return the attention of eager code by its softmax and its last product."""
+    """Return the attention of eager code."""
     with Calls() as mode:
         returned = function(*args, **kwargs)
-    _, inputs, output = mode.last("matmul", "bmm", "einsum")
-    return eager_attention_of(mode.last("softmax")[2], inputs, output), returned
+    return attention_of(*mode.calls), returned
 
 
 @pytest.mark.parametrize("model", ["bert", "gpt2", "llama"])
@@ -512,42 +516,103 @@ def test_eager_code_of_three_dimensions() -> None:
     assert torch.equal(attention.weights(), expected[:, None])
 
 
-def test_heads_that_are_folded_for_the_product() -> None:
+# The order of dimensions in each part, and whether weights come first.
+EQUATIONS = [
+    ("bhqk,bhkd->bhqd", True),
+    ("bhkd,bhqk->bhqd", False),
+    ("bqhk,bkhd->bqhd", True),
+    ("bnij,jbnd->ibnd", True),  # XLNet's
+    ("...qk,...kd->...qd", True),
+    ("b h q k, b k h d -> b q h d", True),
+    ("bhqk,bdhk->bhdq", True),
+]
+
+
+@pytest.mark.parametrize(("equation", "is_first"), EQUATIONS)
+def test_products_in_any_order_of_dimensions(equation: str, is_first: bool) -> None:
+    sizes = dict(zip("bnhqijkd", [2, 3, 3, 5, 5, 4, 6, 8], strict=True))
+    sizes["k"] = 6
+    terms = equation.replace("...", "bh").replace(" ", "").partition("->")[0].split(",")
+    first, second = (torch.randn([sizes[name] for name in term]).double() for term in terms)
+    scores, value = (first, second) if is_first else (second, first)
+
+    def run() -> Tensor:
+        weights = scores.softmax(-1)
+        return torch.einsum(equation, *((weights, value) if is_first else (value, weights)))
+
+    attention, _ = eager(run)
+    expected = scores.exp() / scores.exp().sum(-1, keepdim=True)
+    expected = expected.transpose(1, 2) if "bqhk" in equation else expected
+    torch.testing.assert_close(attention.weights(), expected)
+    torch.testing.assert_close(attention.weights(heads=[2]), expected[:, [2]])
+    assert attention.error < 1e-14
+
+
+KEPT: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda weights: functional.dropout(weights, 0.5),
+    "a cast and back": lambda weights: weights.to(torch.float32).double(),
+    "a mask": lambda weights: torch.tensor([1.0, 0.0, 1.0, 1.0, 0.5]).double() * weights,
+    "a mask in place": lambda weights: weights.mul_(torch.rand(3, 5, 5) > 0.5),
+    "a mask of heads": lambda weights: weights * torch.rand(3, 1, 1),
+    "filled": lambda weights: weights.masked_fill(torch.rand(5, 5) > 0.5, 0.0),
+    "folded and back": lambda weights: weights.flatten(0, 1).unflatten(0, (2, 3)),
+    "its first keys": lambda weights: weights[..., :4].contiguous(),
+    "numbers for NaN": lambda weights: weights.clone().nan_to_num(0.0),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_becomes_of_weights_on_their_way(name: str) -> None:
+    query, key, value = drawn(2, 3, 5, 8, dtype=torch.float64)
+    multiplied: list[Tensor] = []
+
+    def run() -> Tensor:
+        multiplied.append(KEPT[name]((query @ key.mT).softmax(-1)))
+        return multiplied[0] @ value[:, :, : multiplied[0].shape[-1]]
+
+    attention, output = eager(run)
+    assert torch.equal(attention.weights(), multiplied[0])
+    by_hand = (multiplied[0][..., None] * value[:, :, None, : multiplied[0].shape[-1]]).sum(-2)
+    torch.testing.assert_close(output, by_hand)
+
+
+REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "values first": lambda scores, value: value.mT @ scores.softmax(-1).mT,
+    "some heads": lambda scores, value: scores.softmax(-1)[:, :1] @ value,
+    "later keys": lambda scores, value: scores.softmax(-1)[..., 1:] @ value[:, :, 1:],
+    "chosen keys": lambda scores, value: scores.softmax(-1)[..., [1, 0]] @ value[:, :, :2],
+    "transposed heads": lambda scores, value: (
+        scores.softmax(-1).transpose(0, 1) @ value[:1].transpose(0, 1)
+    ),
+    "two softmaxes": lambda scores, value: (
+        (scores.softmax(-1) - 0.5 * scores.sin().softmax(-1)) @ value
+    ),
+    "a product of softmaxes": lambda scores, value: (
+        (scores.softmax(-1) * scores.sin().softmax(-1)) @ value
+    ),
+    "overwritten": lambda scores, value: scores.softmax(-1).add_(0.1) @ value,
+    "linear attention of other keys": lambda scores, value: (
+        scores.softmax(-1) @ (scores.exp().mT @ value)
+    ),
+    "divided": lambda scores, value: (1 / scores.softmax(-1)) @ value,
+    "over queries": lambda scores, value: scores.softmax(-2) @ value,
+    "linear attention": lambda scores, value: scores.softmax(-1) @ (scores.softmax(-2).mT @ value),
+    "of keys alone": lambda scores, value: scores @ (scores.softmax(-2).mT @ value),
+    "shared queries": lambda scores, value: torch.einsum(
+        "bhqk,bkd->bhqd", scores.softmax(-1), value[:, 0]
+    ),
+    "scores of a window": lambda scores, value: torch.einsum(
+        "bhqk,bhqkd->bhqd", scores.softmax(-1), value[:, :, None].expand(2, 3, 5, 5, 8)
+    ),
+    "padded": lambda scores, value: functional.pad(scores.softmax(-1), (0, 0, 0, 2)) @ value,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_products_that_are_no_attention(name: str) -> None:
     query, key, value = drawn(2, 3, 5, 8)
-    expected = (query @ key.mT).softmax(-1)
-    attention, output = eager(
-        lambda: torch.bmm((query @ key.mT).softmax(-1).flatten(0, 1), value.flatten(0, 1))
-    )
-    assert torch.equal(attention.weights(), expected)
-    assert torch.equal(attention.weights(heads=[2]), expected[:, [2]])
-    assert attention.value.shape == value.shape
-    assert torch.equal(attention.output.flatten(0, 1), output)
-
-
-def test_a_sink_that_gets_no_value() -> None:
-    query, key, value = drawn(2, 3, 5, 8)
-    scores = torch.cat([query @ key.mT, torch.ones(2, 3, 5, 1)], -1)
-    attention, _ = eager(lambda: scores.softmax(-1)[..., :-1] @ value)
-    assert torch.equal(attention.weights(), scores.softmax(-1)[..., :-1])
-
-
-def test_an_einsum_in_the_same_layout() -> None:
-    query, key, value = drawn(2, 3, 5, 8)
-    equation = "bhqk,bhkd->bhqd"
-    attention, _ = eager(lambda: torch.einsum(equation, (query @ key.mT).softmax(-1), value))
-    assert torch.equal(attention.weights(), (query @ key.mT).softmax(-1))
-
-
-def test_products_that_are_no_attention() -> None:
-    query, key, value = drawn(2, 3, 5, 8)
-    scores = query @ key.mT
-    for product in (
-        lambda: value.mT @ scores.softmax(-1).mT,
-        lambda: torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value.transpose(1, 2)),
-        lambda: torch.matmul(scores.softmax(-1)[:, :1], value),
-    ):
-        with pytest.raises(AttentionError, match="no product of weights"):
-            eager(product)
+    with pytest.raises(AttentionError, match=r"multiplied|no product of weights|come out of"):
+        eager(REFUSED[name], query @ key.mT, value)
 
 
 def test_weights_that_were_overwritten() -> None:
@@ -555,7 +620,7 @@ def test_weights_that_were_overwritten() -> None:
     weights = (query @ key.mT).softmax(-1)
     output = weights @ value
     weights[0, 0, 0, 0] += 0.5
-    attention = eager_attention_of(weights, Inputs((weights, value), {}), output)
+    attention = Eager().attention(Layout(), (weights, Inputs((weights, value), {}), output))
     with pytest.raises(AttentionError, match="don't explain"):
         attention.weights()
 

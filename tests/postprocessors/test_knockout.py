@@ -16,12 +16,15 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scio_recorder import Recorder
-from scio_recorder.errors import PostprocessorError
+from scio_recorder.errors import AttentionError, PostprocessorError
+from scio_recorder.nets.attention.eager import Eager, Layout
+from scio_recorder.nets.attention.kernel import Kernel
+from scio_recorder.nets.attention.multi_head import MultiHead
 from scio_recorder.nets.records import Inputs
 from scio_recorder.postprocessors import At, Knockout, OnInput
 from tests.nets.test_attention import Calls, cut_lower
 
-KERNEL, MULTI_HEAD = "scaled_dot_product_attention", "multi_head_attention_forward"
+KERNEL, MULTI_HEAD, SOFTMAX = Kernel(), MultiHead(), Eager()
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -48,8 +51,15 @@ def as_numbers(mask: Tensor | None, is_causal: bool, like: Tensor) -> Tensor:
     return bias.masked_fill(torch.ones_like(like).triu(1).bool(), -math.inf) if is_causal else bias
 
 
+def changed(knockout: Knockout, kind: Any, inputs: Inputs, layout: Any = None) -> Inputs:
+    """Return the inputs with which a kind of attention is knocked out."""
+    result = kind.changed(layout, inputs, knockout.take_out)
+    assert isinstance(result, Inputs)
+    return result
+
+
 def run(knockout: Knockout, *args: Any, **kwargs: Any) -> Tensor:
-    inputs = knockout.changed(KERNEL, Inputs(args, kwargs))
+    inputs = changed(knockout, KERNEL, Inputs(args, kwargs))
     return functional.scaled_dot_product_attention(*inputs.args, **inputs.kwargs)
 
 
@@ -102,10 +112,10 @@ def test_is_causal_becomes_a_mask(num_keys: int, kernel: SDPBackend) -> None:
 def test_the_shape_of_the_mask() -> None:
     query, key, value = drawn(2, 3, 4, 8)
     before = Inputs((query, key, value), {"attn_mask": torch.zeros(1, 4, dtype=torch.float64)})
-    every = Knockout([0], [1]).changed(KERNEL, before)
+    every = changed(Knockout([0], [1]), KERNEL, before)
     assert every.args[:3] == (query, key, value)
     assert every.args[3].shape == (4, 4)
-    assert Knockout([0], [1], [2]).changed(KERNEL, before).args[3].shape == (2, 3, 4, 4)
+    assert changed(Knockout([0], [1], [2]), KERNEL, before).args[3].shape == (2, 3, 4, 4)
     assert not before.kwargs["attn_mask"].any(), "changed in place"
 
 
@@ -151,9 +161,9 @@ def test_multi_head_attention(name: str, heads: list[int] | None, need_weights: 
     knockout = Knockout(queries=[2, -1], keys=[0, 1], heads=heads)
     with Calls() as mode:
         module(x, x, x, **given_masks, need_weights=need_weights, average_attn_weights=False)
-    _, inputs, _ = mode.last(MULTI_HEAD)
-    changed = knockout.changed(MULTI_HEAD, inputs)
-    output, weights = functional.multi_head_attention_forward(*changed.args, **changed.kwargs)
+    _, inputs, _ = mode.last(MULTI_HEAD.function)
+    other = changed(knockout, MULTI_HEAD, inputs)
+    output, weights = functional.multi_head_attention_forward(*other.args, **other.kwargs)
     # By hand: all masks as one of numbers.
     bias = torch.zeros(3, 2, 6, 6)
     for what, mask in given_masks.items():
@@ -167,7 +177,7 @@ def test_multi_head_attention(name: str, heads: list[int] | None, need_weights: 
     torch.testing.assert_close(output.transpose(0, 1), expected)
     if need_weights:
         torch.testing.assert_close(weights, expected_weights)
-    mask = changed.kwargs.get("attn_mask", changed.args[16])
+    mask = other.kwargs.get("attn_mask", other.args[16])
     assert mask.shape == ((6, 6) if heads is None and mask.dim() == 2 else (6, 6, 6))
 
 
@@ -176,8 +186,8 @@ def test_a_sample_without_a_batch() -> None:
     x = torch.randn(6, 8)
     with Calls() as mode:
         module(x, x, x)
-    changed = Knockout(1, 0, heads=1).changed(MULTI_HEAD, mode.last(MULTI_HEAD)[1])
-    output, _ = functional.multi_head_attention_forward(*changed.args, **changed.kwargs)
+    other = changed(Knockout(1, 0, heads=1), MULTI_HEAD, mode.last(MULTI_HEAD.function)[1])
+    output, _ = functional.multi_head_attention_forward(*other.args, **other.kwargs)
     by_hand = torch.zeros(2, 6, 6)
     by_hand[1, 1, 0] = -math.inf
     torch.testing.assert_close(output, module(x, x, x, attn_mask=by_hand)[0])
@@ -189,8 +199,8 @@ def test_scores_of_a_softmax(by_name: bool) -> None:
     before = scores.detach().clone()
     inputs = Inputs((), {"input": scores, "dim": 3}) if by_name else Inputs((scores, -1), {})
     knockout = Knockout(queries=[0, -1], keys=[1, 4], heads=[-1])
-    changed = knockout.changed("softmax", inputs)
-    weights = functional.softmax(*changed.args, **changed.kwargs)
+    other = changed(knockout, SOFTMAX, inputs, Layout())
+    weights = functional.softmax(*other.args, **other.kwargs)
     assert torch.equal(weights, knocked_out(before, knockout).softmax(-1))
     assert torch.equal(scores, before), "changed in place"
     weights.square().sum().backward()
@@ -201,18 +211,19 @@ def test_scores_of_a_softmax(by_name: bool) -> None:
 
 def test_scores_without_heads() -> None:
     scores = torch.randn(6, 4, 5)
-    changed = Knockout(0, 1).changed("softmax", Inputs((scores,), {"dim": -1}))
+    other = changed(Knockout(0, 1), SOFTMAX, Inputs((scores,), {"dim": -1}), Layout())
     expected = scores.clone()
     expected[:, 0, 1] = -math.inf
-    assert torch.equal(changed.args[0], expected)
+    assert torch.equal(other.args[0], expected)
     with pytest.raises(PostprocessorError, match="no dimension of heads"):
-        Knockout(0, 1, 0).changed("softmax", Inputs((scores,), {"dim": -1}))
+        changed(Knockout(0, 1, 0), SOFTMAX, Inputs((scores,), {"dim": -1}), Layout())
 
 
 @pytest.mark.parametrize("dim", [1, -2, None])
 def test_a_softmax_over_something_else(dim: int | None) -> None:
-    with pytest.raises(PostprocessorError, match="last dimension of scores"):
-        Knockout(0, 1).changed("softmax", Inputs((torch.ones(2, 3, 4, 5), dim), {}))
+    inputs = Inputs((torch.ones(2, 3, 4, 5), dim), {})
+    with pytest.raises(AttentionError, match="last dimension of scores"):
+        changed(Knockout(0, 1), SOFTMAX, inputs, Layout())
 
 
 def masked(kind: str, dtype: torch.dtype, left_out: Sequence[int]) -> Tensor:
@@ -235,7 +246,7 @@ def test_a_query_that_is_left_without_a_key(kind: str, dtype: torch.dtype) -> No
         if kind == "scores":
             # In float16, such scores are not lost beside the lowest number.
             scores = 50 * query @ key.mT + mask
-            knockout.changed("softmax", Inputs((scores, -1), {}))
+            changed(knockout, SOFTMAX, Inputs((scores, -1), {}), Layout())
         else:
             run(knockout, query, key, value, mask)
 
@@ -262,8 +273,8 @@ def test_keys_that_masks_know_nothing_of(option: str) -> None:
     x = torch.randn(3, 4, 8)
     with Calls() as mode:
         module(x, x, x)
-    with pytest.raises(PostprocessorError, match="bias_k, add_zero_attn"):
-        Knockout(0, 0).changed(MULTI_HEAD, mode.last(MULTI_HEAD)[1])
+    with pytest.raises(AttentionError, match="bias_k, add_zero_attn"):
+        changed(Knockout(0, 0), MULTI_HEAD, mode.last(MULTI_HEAD.function)[1])
 
 
 def test_positions_that_are_not_there() -> None:
@@ -276,7 +287,7 @@ def test_positions_that_are_not_there() -> None:
         with pytest.raises(PostprocessorError, match=message):
             run(knockout, query, key, value)
     nested = torch.nested.nested_tensor([torch.ones(2, 8)] * 2, layout=torch.jagged)
-    with pytest.raises(PostprocessorError, match="nested"):
+    with pytest.raises(AttentionError, match="nested"):
         run(Knockout(0, 1), nested, nested, nested)
 
 

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
-from scio_recorder.layer import DepthIdx, Label, Layer, Operation, shapes_of
+from scio_recorder.layer import DepthIdx, Label, Layer, Operation, OperationIdx, shapes_of
 from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.attention import checked_order
+from scio_recorder.nets.attention.kind import SeenAttention
 from scio_recorder.nets.labelling.operation_trace import OperationTrace
 from scio_recorder.nets.labelling.torchinfo import (
     CallTrace,
@@ -140,14 +142,25 @@ def list_operations(
     keywords = _keywords(net, summary_kwargs)
     further = {name: value for name, value in summary_kwargs.items() if name not in _DEFAULTS}
     with preserved_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
-        labelled = _label(net, keywords, _inputs(net, keywords, further), OperationTrace)
-    if labelled.architecture != architecture:
-        raise LabellingError(
-            "the layers of the net are not those of its labelling any more, so its operations have "
-            "no labels: construct the Recorder again"
+        inputs = _inputs(net, keywords, further)
+        labelled = _label(net, keywords, inputs, OperationTrace)
+        if labelled.architecture != architecture:
+            raise LabellingError(
+                "the layers of the net are not those of its labelling any more, so its operations "
+                "have no labels: construct the Recorder again"
+            )
+
+        def attention_in(run: _Labelled) -> dict[OperationIdx, SeenAttention]:
+            assert isinstance(run.trace, OperationTrace)
+            return run.trace.attention()
+
+        attention = checked_order(
+            attention_in(labelled),
+            inputs,
+            lambda other: attention_in(_label(net, keywords, other, OperationTrace)),
         )
-    assert isinstance(labelled.trace, OperationTrace)
-    return labelled.trace.operations(dict(architecture.items()))
+        assert isinstance(labelled.trace, OperationTrace)
+        return labelled.trace.operations(dict(architecture.items()), attention)
 
 
 def _keywords(net: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from scio_recorder.layer import DepthIdx, Layer, Operation, describe
+from scio_recorder.layer import DepthIdx, Layer, Operation, OperationIdx, describe
+from scio_recorder.nets.attention import AttentionReader
+from scio_recorder.nets.attention.kind import SeenAttention, SeenOperation
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.nets.labelling.torchinfo import CallTrace, Row
 from scio_recorder.nets.operations import (
@@ -18,6 +20,7 @@ from scio_recorder.nets.operations import (
     function_name,
     returns_tensors,
 )
+from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
 
 
@@ -48,6 +51,9 @@ class OperationTrace(CallTrace, LibraryMode):
         super().__init__(net, twin, batch_dim)
         self._current: list[Row | None] = []
         self._made: list[_NotedOperation] = []
+        self._reader = AttentionReader()
+        # With the call whose own code computes it.
+        self._attention: list[tuple[Row, SeenAttention]] = []
         self._counted: Counter[tuple[int, str]] = Counter()
 
     @contextlib.contextmanager
@@ -85,9 +91,27 @@ class OperationTrace(CallTrace, LibraryMode):
         what = name, self._counted[id(row), name], describe(output), calling_line()
         self._made.append(_NotedOperation(row, self._completed, is_seen, *what))
         self._counted[id(row), name] += 1
+        if is_seen:
+            received = Inputs(tuple(args), dict(kwargs))
+            seen = self._reader.see(SeenOperation(row, row.module, *what[:2], received, output))
+            if seen is not None:
+                # Without the tensors.
+                first, last = ((end.function, end.index) for end in (seen.first, seen.last))
+                self._attention.append((row, seen._replace(first=first, last=last)))
         return output
 
-    def operations(self, layers: Mapping[DepthIdx, Layer]) -> list[Operation]:
+    def attention(self) -> dict[OperationIdx, SeenAttention]:
+        """Return the attention in own code, by the labels of the operations that complete it."""
+        found = {}
+        for row, seen in self._attention:
+            label = row.depth, row.depth_index or 0
+            first, last = (OperationIdx(*label, *end) for end in (seen.first, seen.last))
+            found[last] = seen._replace(first=first, last=last)
+        return found
+
+    def operations(
+        self, layers: Mapping[DepthIdx, Layer], attention: Mapping[OperationIdx, SeenAttention]
+    ) -> list[Operation]:
         """Return the operations of calls that returned, in the order in which they returned."""
         made = [one for one in self._made if one.call.completion is not None]
         found = []
@@ -96,5 +120,6 @@ class OperationTrace(CallTrace, LibraryMode):
             completion = one.num_completed - 1 + (number + 1) / (len(made) + 1)
             layer = layers[one.call.depth, one.call.depth_index or 0]
             what = one.function, one.index, one.output, one.line
-            found.append(Operation(layer, *what, completion, one.is_seen))
+            completed = attention.get(OperationIdx(*layer.label, one.function, one.index))
+            found.append(Operation(layer, *what, completion, one.is_seen, completed))
         return found

@@ -1,4 +1,4 @@
-"""Attention: the weights of a call, computed from its arguments and checked by its output.
+"""A kind of attention: how it is recognised and changed, and how its weights are read.
 
 NOTE [What weights are checked by]
 
@@ -13,22 +13,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
 from scio_recorder.display.figure import draw_attention
 from scio_recorder.errors import ArgumentError, AttentionError
-from scio_recorder.nets.attention_arguments import (
-    bias_of,
-    bound_arguments,
-    has_further_keys,
-    projected,
-)
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.arithmetic import float32_products_are_exact, undisturbed
 from scio_recorder.tensors.properties import dtype_name, is_dense
@@ -36,6 +29,9 @@ from scio_recorder.tensors.properties import dtype_name, is_dense
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Changes scores [..., queries, keys], or what is added to them, given the dimensions in front of
+# the last two that the scores have.
+TakeOut: TypeAlias = Callable[[Tensor, Sequence[int]], Tensor]
 Index: TypeAlias = int | slice | Sequence[int] | Tensor | None
 
 # By the dtype of the output, the largest error that rounding explains. The largest that was found
@@ -55,7 +51,7 @@ _BLOCK = 256
 class Attention(ABC):
     """The attention of one call: what it received, what it returned, and its weights.
 
-    Read from ``rnet.attention``, or made by `attention_of` and `eager_attention_of`.
+    Read from ``rnet.attention``, where a kind of attention has made it.
 
     Attributes
     ----------
@@ -69,17 +65,21 @@ class Attention(ABC):
         [batch, heads, positions, head_dim], perhaps with fewer heads.
     output : Tensor
         What the kernel returned.
+    sizes : tuple of int
+        Those of all weights, [batch, ..., heads, queries, keys].
 
     Examples
     --------
-    >>> query, key, value = torch.randn(3, 2, 4, 5, 8).unbind()
-    >>> output = functional.scaled_dot_product_attention(query, key, value)
-    >>> inputs = Inputs((query, key, value), {})
-    >>> attention = attention_of("scaled_dot_product_attention", inputs, output)
-    >>> attention.weights(heads=[0], queries=[-1]).shape
+    >>> from torch import nn
+    >>> from scio_recorder import Recorder
+    >>> x = torch.randn(2, 5, 8)
+    >>> rnet = Recorder(nn.MultiheadAttention(8, 4, batch_first=True), input_data=(x, x, x))
+    >>> rnet.record("", attention=True)
+    >>> _ = rnet(x, x, x)
+    >>> rnet.attention[""].weights(heads=[0], queries=[-1]).shape
     torch.Size([2, 1, 1, 5])
-    >>> attention
-    Attention(query [2, 4, 5, 8], key [2, 4, 5, 8], value [2, 4, 5, 8] of float32)
+    >>> rnet.attention[""]
+    Attention(query [2, 4, 5, 2], key [2, 4, 5, 2], value [2, 4, 5, 2] of float32)
     """
 
     def __init__(
@@ -88,18 +88,19 @@ class Attention(ABC):
         key: Tensor | None,
         value: Tensor,
         output: Tensor,
-        shape: tuple[int, int],
+        sizes: tuple[int, ...],
     ) -> None:
         self.query = query
         self.key = key
         self.value = value
         self.output = output
-        self._num_heads, self._num_queries = shape
+        self.sizes = sizes
+        self._num_heads, self._num_queries = sizes[-3:-1]
         self._device = value.device
 
     def __repr__(self) -> str:
         parts = {"query": self.query, "key": self.key, "value": self.value}
-        shapes = [f"{name} {[*one.shape]}" for name, one in parts.items() if one is not None]
+        shapes = [f"{name} {[*part.shape]}" for name, part in parts.items() if part is not None]
         return f"Attention({', '.join(shapes)} of {dtype_name(self.value.dtype)})"
 
     if not TYPE_CHECKING:
@@ -169,7 +170,7 @@ class Attention(ABC):
         whole = self._without_dropout()
         every = torch.arange(self._num_queries, device=self._device)
         parts = (whole.weights(queries=some) for some in torch.split(every, _BLOCK))
-        return torch.cat([torch.special.entr(one).sum(-1) for one in parts], -1)
+        return torch.cat([torch.special.entr(weights).sum(-1) for weights in parts], -1)
 
     @cached_property
     def error(self) -> float:
@@ -185,13 +186,14 @@ class Attention(ABC):
         """
         heads = torch.arange(self._num_heads, device=self._device)
         every = torch.arange(self._num_queries, device=self._device)
-        found = [(0.0, 0.0)]
+        differences = [(0.0, 0.0)]
         with undisturbed(self._device.type):
             for start in range(0, self._num_queries, _BLOCK):
                 queries = every[start : start + _BLOCK]
-                found += [self._difference(self._computed(heads, queries), heads, queries)]
+                differences += [self._difference(self._computed(heads, queries), heads, queries)]
+        worst = torch.tensor(differences, dtype=torch.float64, device="cpu")
         # Unlike Python's, this maximum keeps a NaN.
-        return _relative(*torch.tensor(found, dtype=torch.float64, device="cpu").amax(0).tolist())
+        return _relative(*worst.amax(0).tolist())
 
     def plot(
         self, head: int | None = None, *, tokens: Sequence[str] | None = None, sample: int = 0
@@ -230,7 +232,9 @@ class Attention(ABC):
             names = [list(tokens) if len(tokens) == len(side) else side for side in names]
         title = "weights of attention, colours on a square-root scale"
         title = title if len(weights) == 1 else f"sample {at} of {len(weights)}: {title}"
-        return draw_attention(title, drawn, [f"head {one}" for one in heads], (names[0], names[1]))
+        return draw_attention(
+            title, drawn, [f"head {head}" for head in heads], (names[0], names[1])
+        )
 
     def _without_dropout(self) -> Attention:
         """Return the attention of a call whose weights are those before dropout."""
@@ -244,7 +248,12 @@ class Attention(ABC):
         dtype = self.output.dtype
         if dtype is torch.float32 and not float32_products_are_exact(self._device):
             dtype = torch.bfloat16
-        if not error <= _ROUNDING[dtype]:
+        if math.isnan(error):
+            raise AttentionError(
+                "the weights can't be checked: the call received or returned NaN, and kernels "
+                "differ in what they make of it"
+            )
+        if error > _ROUNDING[dtype]:
             raise AttentionError(
                 "the weights don't explain what the kernel returned: times the values, they differ "
                 f"from its output by {error:.1e} of its largest magnitude, and rounding in "
@@ -255,8 +264,8 @@ class Attention(ABC):
     def _difference(self, weights: Tensor, heads: Tensor, queries: Tensor) -> tuple[float, float]:
         """Return the largest difference from the output, and the output's largest magnitude."""
         value = self._of_heads(self.value, heads).to(self.output.dtype)
-        output = _with_heads(self.output).index_select(-2, queries)
-        return _differences(weights @ value.to(weights.dtype), self._of_heads(output, heads))
+        output = with_heads(self.output).index_select(-2, queries)
+        return differences_of(weights @ value.to(weights.dtype), self._of_heads(output, heads))
 
     def _of_heads(self, tensor: Tensor, heads: Tensor) -> Tensor:
         """Return the part of some heads of a tensor in which several may share one."""
@@ -272,170 +281,107 @@ class Attention(ABC):
             raise ArgumentError(f"there is no {what} {given!r} of {count}: {error}") from None
 
 
-class _KernelAttention(Attention):
-    """Attention by a kernel, whose weights nobody has seen."""
+class SeenOperation(NamedTuple):
+    """An operation that has just returned.
 
-    query: Tensor
-    key: Tensor
-    # Whether PyTorch has computed the weights step by step, in the dtype of the query.
-    _is_eager = False
-
-    def __init__(self, given: Mapping[str, Any], output: Tensor) -> None:
-        received = [given[name] for name in ("query", "key", "value")]
-        if len({one.dim() for one in received}) > 1:
-            raise AttentionError("queries, keys and values of different dimensions can't be read")
-        query, key, value = map(_with_heads, received)
-        num_heads = max(one.shape[-3] for one in (query, key, value))
-        super().__init__(query, key, value, output, (num_heads, query.shape[-2]))
-        self._given = given
-
-    def _computed(self, heads: Tensor, queries: Tensor) -> Tensor:
-        wide = _wide(self.query.dtype, self._device)
-        scores = self._scores(heads, queries, self.query.dtype if self._is_eager else wide)
-        weights = scores.softmax(-1).to(wide)
-        # Kernels return zeros for a row that is masked whole.
-        nothing = (scores == -math.inf).all(-1, keepdim=True)
-        return weights if self._is_eager else weights.masked_fill_(nothing, 0.0)
-
-    def _scores(self, heads: Tensor, queries: Tensor, dtype: torch.dtype) -> Tensor:
-        given = self._given
-        if given["dropout_p"]:
-            raise AttentionError(
-                f"the kernel dropped weights with probability {given['dropout_p']}, and which ones "
-                "is not known: call eval() first"
-            )
-        # Under autocast the kernel received another dtype than it computed with.
-        query, key = (
-            self._of_heads(one, heads).to(self.output.dtype).to(dtype)
-            for one in (self.query.index_select(-2, queries), self.key)
-        )
-        scale: float = query.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
-        scores = (query * scale) @ key.transpose(-2, -1)
-        sizes = self._num_queries, key.shape[-2]
-        bias = bias_of(given, sizes, queries, self.query.dtype)
-        if bias is None:
-            return scores
-        if self.query.dtype != self.output.dtype:
-            bias = bias.to(self.output.dtype)
-        # A mask lacks the dimensions that the queries lack.
-        bias = _with_heads(bias, 4 - given["query"].dim())
-        return scores + (bias if bias.dim() < 3 else self._of_heads(bias, heads)).to(dtype)
-
-    def _without_dropout(self) -> Attention:
-        given, dtype = self._given, self.output.dtype
-        if not given["dropout_p"]:
-            return self
-        again = {name: _rounded(one, dtype) for name, one in given.items()} | {"dropout_p": 0.0}
-        if self.query.shape[-3] != self.key.shape[-3]:
-            again["enable_gqa"] = True
-        with undisturbed(self._device.type):
-            return _KernelAttention(again, functional.scaled_dot_product_attention(**again))
-
-
-class _ProjectedAttention(_KernelAttention):
-    """Attention of ``multi_head_attention_forward``, which projects at both ends."""
-
-    def __init__(self, given: Mapping[str, Any], output: Tensor) -> None:
-        if has_further_keys(given):
-            raise AttentionError(
-                "attention with bias_k, add_zero_attn, static_k or static_v can't be read"
-            )
-        with undisturbed(output.device.type):
-            # Under autocast everything is rounded first.
-            given = {name: _rounded(one, output.dtype) for name, one in given.items()}
-            super().__init__(projected(given), output)
-        self._out = given["out_proj_weight"], given["out_proj_bias"]
-        self._is_eager = given["need_weights"]
-
-    def _difference(self, weights: Tensor, heads: Tensor, queries: Tensor) -> tuple[float, float]:
-        # The output is a sum over all heads.
-        every = torch.arange(self._num_heads, device=self._device)
-        weights = weights if every.equal(heads) else self._computed(every, queries)
-        mixed = (weights @ self.value.to(weights.dtype)).permute(2, 0, 1, 3).flatten(2)
-        expected = functional.linear(mixed, *(_rounded(one, weights.dtype) for one in self._out))
-        output = self.output if self.output.dim() == 3 else self.output[:, None]
-        return _differences(expected, output[queries])
-
-
-class _EagerAttention(Attention):
-    """Attention whose weights a network has computed itself."""
-
-    def __init__(self, softmax: Tensor, weights: Tensor, value: Tensor, output: Tensor) -> None:
-        self._softmax = softmax
-        self._weights = _with_heads(weights)
-        num_heads, num_queries = self._weights.shape[-3:-1]
-        super().__init__(None, None, _with_heads(value), output, (num_heads, num_queries))
-
-    def _computed(self, heads: Tensor, queries: Tensor) -> Tensor:
-        weights = self._of_heads(self._weights.index_select(-2, queries), heads)
-        return weights.to(_wide(weights.dtype, self._device))
-
-    def entropy(self) -> Tensor:
-        with undisturbed(self._device.type):
-            wide = _wide(self._softmax.dtype, self._device)
-            entropies: Tensor = torch.special.entr(_with_heads(self._softmax).to(wide)).sum(-1)
-            return entropies
-
-
-def attention_of(function: str, inputs: Inputs, output: Any) -> Attention:
-    """Return the attention of a call of a kernel.
-
-    Parameters
+    Attributes
     ----------
-    function : {"scaled_dot_product_attention", "multi_head_attention_forward"}
-        The kernel's name.
+    code : object
+        The call of a module whose own code made it.
+    module : torch.nn.Module or None
+        That module.
+    function, index : str, int
+        As in the label of an operation.
     inputs : Inputs
         What it received.
-    output : Tensor or (Tensor, Tensor or None)
+    output : Any
         What it returned.
-
-    Raises
-    ------
-    AttentionError
-        A tensor is nested or sparse, queries and keys differ in their number of dimensions, or
-        there are keys of ``bias_k``, ``add_zero_attn`` or ``static_k``.
     """
-    given = bound_arguments(function, inputs).arguments
-    if function == "multi_head_attention_forward":
-        return _ProjectedAttention(given, output[0])
-    return _KernelAttention(given, output)
+
+    code: object
+    module: nn.Module | None
+    function: str
+    index: int  # type: ignore[assignment]  # tuples have a method of this name
+    inputs: Inputs
+    output: Any
 
 
-def eager_attention_of(
-    softmax_output: Tensor, product_inputs: Inputs, product_output: Any
-) -> Attention:
-    """Return the attention of eager code: a softmax, and a product with the values.
+class SeenAttention(NamedTuple):
+    """The operations by which own code has just computed attention.
 
-    Parameters
+    Attributes
     ----------
-    softmax_output : Tensor
-        [batch, heads, queries, keys], what the softmax returned. It only serves to tell whether the
-        product is one with its weights.
-    product_inputs : Inputs
-        What ``matmul``, ``bmm`` or ``einsum`` received: first the weights, of the shape of
-        ``softmax_output`` or with fewer keys, then the values. Either may be folded to [batch *
-        heads, ...] for ``bmm``.
-    product_output : Tensor
-        [batch, heads, queries, head_dim], what it returned; perhaps folded as well.
-
-    Raises
-    ------
-    AttentionError
-        It is no product of weights with values, in these shapes.
+    kind : AttentionKind
+        The kind of attention.
+    first, last : SeenOperation, or OperationIdx once labels are known
+        The inputs of the first decide who attends to whom; the inputs and the output of the last
+        tell the weights. A kernel is both.
+    layout : Any
+        What the kind must know of the call to read and change its attention.
+    sizes : tuple of int
+        The sizes [batch, ..., heads, queries, keys] of weights whose batch and heads could be in
+        another order; empty if there is only one order.
+    refusal : str
+        Why the attention can be neither read nor changed; empty if it can.
     """
-    given = (*product_inputs.args, *product_inputs.kwargs.values(), product_output)
-    leading, rows = softmax_output.shape[:-2], [*softmax_output.shape[:-1]]
-    tensors = [_unfolded(one, leading) for one in given if isinstance(one, Tensor)]
-    shapes = [[*one.shape] for one in tensors]
-    if len(tensors) == 3 and shapes[0][:-1] == rows and shapes[2] == [*rows, shapes[1][-1]]:
-        return _EagerAttention(softmax_output, *tensors)
-    raise AttentionError(
-        f"a softmax returned {[*softmax_output.shape]}, and what follows, {shapes}, is no product "
-        "of weights [batch, heads, queries, keys] with values [batch, heads, keys, head_dim]"
-    )
+
+    kind: AttentionKind
+    first: Any
+    last: Any
+    layout: Any = None
+    sizes: tuple[int, ...] = ()
+    refusal: str = ""
 
 
-def _with_heads(tensor: Tensor, missing: int | None = None) -> Tensor:
+class AttentionKind(ABC):
+    """How one kind of attention is recognised, read and changed.
+
+    A kind is a row of ``KINDS``, and nothing else in the library knows its functions. It has no
+    state: objects of it are kept with operations, and pickled.
+    """
+
+    @abstractmethod
+    def recogniser(self) -> Callable[[SeenOperation], SeenAttention | None]:
+        """Return a function that is given operations in order, and returns what one completes."""
+
+    @abstractmethod
+    def attention(self, layout: Any, parts: Sequence[Any]) -> Attention:
+        """Return the attention of a call.
+
+        Parameters
+        ----------
+        layout : Any
+            That of the `SeenAttention`.
+        parts : (Any, Inputs, Any)
+            What the first operation returned, and what the last received and returned.
+
+        Raises
+        ------
+        AttentionError
+            The attention can't be read.
+        """
+
+    @abstractmethod
+    def changed(self, layout: Any, inputs: Inputs, take_out: TakeOut) -> Inputs:
+        """Return other inputs for the first operation, so that some entries are taken out.
+
+        Parameters
+        ----------
+        layout : Any
+            That of the `SeenAttention`.
+        inputs : Inputs
+            What the first operation is about to receive, of which nothing is changed in place.
+        take_out : callable
+            Takes entries out of scores, or of what is added to them.
+
+        Raises
+        ------
+        AttentionError
+            The attention can't be read, and so it can't be changed.
+        """
+
+
+def with_heads(tensor: Tensor, missing: int | None = None) -> Tensor:
     """Return a tensor [batch, heads, positions, ...] with the dimensions that are missing."""
     if not is_dense(tensor):
         raise AttentionError("attention of nested or sparse tensors can't be read")
@@ -444,23 +390,19 @@ def _with_heads(tensor: Tensor, missing: int | None = None) -> Tensor:
     return tensor
 
 
-def _unfolded(tensor: Tensor, leading: Sequence[int]) -> Tensor:
-    """Return a tensor [batch * heads, ...], as ``bmm`` takes it, as [batch, heads, ...]."""
-    is_folded = tensor.dim() == 3 and len(tensor) == math.prod(leading)
-    return tensor.reshape(*leading, *tensor.shape[1:]) if is_folded else tensor
-
-
-def _wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def wide(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype in which weights are computed."""
     is_double = dtype is torch.float64 or not float32_products_are_exact(device)
     return torch.float64 if is_double else torch.float32
 
 
-def _rounded(given: Any, dtype: torch.dtype) -> Any:
-    is_rounded = isinstance(given, Tensor) and given.is_floating_point()
-    return given.to(dtype) if is_rounded else given
+def rounded(value: Any, dtype: torch.dtype) -> Any:
+    """Return a value in a dtype, if it is a tensor of floating-point numbers."""
+    is_floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_floating else value
 
 
-def _differences(expected: Tensor, output: Tensor) -> tuple[float, float]:
+def differences_of(expected: Tensor, output: Tensor) -> tuple[float, float]:
     """Return the largest difference, and the largest finite magnitude of the output."""
     if not output.numel():
         return 0.0, 0.0
