@@ -90,8 +90,7 @@ class Alive(RowReduction):
         self, feature_dim: int | None = None, bounds: Bounds | None = None, *, by: By | None = None
     ) -> None:
         self._bounds = None if bounds is None else _checked(bounds)
-        given = None if self._bounds is None else list(self._bounds)
-        super().__init__(feature_dim, by=by, bounds=given)
+        super().__init__(feature_dim, by=by, bounds=self._bounds and list(self._bounds))
 
     def _add(self, samples: Tensor) -> None:
         # Units stay in their dimension: moving it to the end would copy everything.
@@ -110,18 +109,11 @@ class Alive(RowReduction):
             at_bound = _is_at_bound(values, self._bounds).sum(0).sum(-1)
         self._take(rows, active, at_bound, low, high)
 
-    def _take(self, rows: int, active: Tensor, at_bound: Tensor, low: Tensor, high: Tensor) -> None:
-        if self._rows is None:
-            self._rows, self._active, self._at_bound = rows, active, at_bound
-            self._low, self._high = low, high
-            return
+    def _join(self, rows: int, active: Tensor, at_bound: Tensor, low: Tensor, high: Tensor) -> None:
         self._rows += rows
         self._active = self._active + active
         self._at_bound = self._at_bound + at_bound
         self._low, self._high = torch.minimum(self._low, low), torch.maximum(self._high, high)
-
-    def _join(self, other: Alive) -> None:
-        self._take(other._rows, other._active, other._at_bound, other._low, other._high)
 
     def _result(self) -> AliveResult:
         return AliveResult(
@@ -162,12 +154,12 @@ def _is_at_bound(values: Tensor, bounds: Bounds) -> Tensor:
     if values.is_floating_point() and values.dtype.itemsize < torch.float32.itemsize:
         # A comparison with a number rounds the number to the dtype of the values.
         values = values.float()
-    found = torch.zeros_like(values, dtype=torch.bool)
+    at_bound = torch.zeros_like(values, dtype=torch.bool)
     if low is not None:
-        found |= values <= low + width
+        at_bound |= values <= low + width
     if high is not None:
-        found |= values >= high - width
-    return found
+        at_bound |= values >= high - width
+    return at_bound
 
 
 def _checked(bounds: Bounds) -> Bounds:

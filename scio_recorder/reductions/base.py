@@ -139,14 +139,14 @@ class Reduction(abc.ABC):
 Reductions: TypeAlias = Reduction | list[Reduction]
 
 
-def several(given: _T | list[_T]) -> list[_T]:
+def several(items: _T | list[_T]) -> list[_T]:
     """Return the reductions of a layer, or what there is of each of them, as a list."""
-    return given if isinstance(given, list) else [given]
+    return items if isinstance(items, list) else [items]
 
 
-def of_each(function: Callable[[Reduction], Any], given: Reductions) -> Any:
+def of_each(function: Callable[[Reduction], Any], items: Reductions) -> Any:
     """Return the result of a function of a reduction; of a list of them, a list of results."""
-    return list(map(function, given)) if isinstance(given, list) else function(given)
+    return list(map(function, items)) if isinstance(items, list) else function(items)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -217,14 +217,14 @@ def labels_of(by: By, batch: object, count: int, to_rows: By | None = None) -> l
             "batch)."
         )
     try:
-        given = by(batch)
+        result = by(batch)
     except Exception as error:
         raise raised_by("by=", error) from error
     # Tensors and NumPy arrays convert as a whole much faster than element by element.
-    values = given.tolist() if hasattr(given, "tolist") else given
+    values = result.tolist() if hasattr(result, "tolist") else result
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise CollectError(
-            f"by= returned {type(given).__name__}, which is not a sequence of labels; return one "
+            f"by= returned {type(result).__name__}, which is not a sequence of labels; return one "
             f"label for each of {counted(count, 'sample')}."
         )
     values = values if to_rows is None else to_rows(values)
@@ -317,8 +317,8 @@ class SampleReduction(Reduction):
         """Add samples [batch, ...], at least one."""
 
     @abc.abstractmethod
-    def _join(self, other: Self) -> None:
-        """Add a copy of another reduction; both have samples, neither has members."""
+    def _join(self, *state: Any) -> None:
+        """Add the state of other samples, in the order of `_state_names`; there were some here."""
 
     @abc.abstractmethod
     def _result(self) -> Any:
@@ -326,6 +326,13 @@ class SampleReduction(Reduction):
 
     def _add_waiting(self) -> None:
         """Add buffered data to the state; called before the state is read."""
+
+    def _take(self, *state: Any) -> None:
+        """Add the state of other samples, which may be the first ones."""
+        if getattr(self, self._state_names[0]) is None:
+            self._set_state(dict(zip(self._state_names, state, strict=True)))
+        else:
+            self._join(*state)
 
     def _is_empty(self, samples: Tensor) -> bool:
         """Whether there is nothing to add."""
@@ -383,7 +390,7 @@ class SampleReduction(Reduction):
             for label, member in theirs._members.items():
                 self._member(label).merge(member)
             if not theirs._members:
-                self._join(theirs)
+                self._join(*(getattr(theirs, name) for name in self._state_names))
             self._dtype = torch.promote_types(self._dtype, theirs._dtype)
             self._count += theirs._count
 
@@ -448,9 +455,8 @@ class SampleReduction(Reduction):
     @property
     def recipe(self) -> dict[str, Any]:
         """The kind and arguments from which an equal one can be made, except for functions."""
-        given = self._options.items()
-        plain = {name: value for name, value in given if not (value is None or callable(value))}
-        return {"kind": type(self).__name__, "by_class": self._by is not None, **plain}
+        recipe = {"kind": type(self).__name__, "by_class": self._by is not None, **self._options}
+        return {key: x for key, x in recipe.items() if not (x is None or callable(x))}
 
     @classmethod
     def from_recipe(cls, *, by_class: bool, **options: Any) -> Self:
@@ -466,8 +472,8 @@ class SampleReduction(Reduction):
         return twin
 
     def __repr__(self) -> str:
-        given = {**self._options, "by": self._by}.items()
-        said = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
+        options = {**self._options, "by": self._by}.items()
+        said = ", ".join(f"{name}={value!r}" for name, value in options if value is not None)
         return f"{type(self).__name__}({said})"
 
     # Shared private methods.
@@ -500,7 +506,7 @@ class SampleReduction(Reduction):
             return None
         if dtype != working_dtype(dtype) or dtype.is_complex > self._takes_complex:
             return "dtype"
-        if members and (self._by is None or sum(one._count for one in members) != self._count):
+        if members and (self._by is None or sum(part._count for part in members) != self._count):
             return "classes"
         sample = "".join(f" {size}" for size in shape)
         for (name, value), kind in zip(self._state().items(), self._state_kinds, strict=True):
@@ -582,8 +588,8 @@ class SampleReduction(Reduction):
             self._member(label)._adopt(member)
 
     def _device(self) -> torch.device | None:
-        found = (value.device for value in self._state().values() if isinstance(value, Tensor))
-        return next(found, None)
+        state = self._state().values()
+        return next((value.device for value in state if isinstance(value, Tensor)), None)
 
     def _undisturbed(self) -> contextlib.AbstractContextManager[None]:
         device = self._device()

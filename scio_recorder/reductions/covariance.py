@@ -8,13 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import (
-    By,
-    Label,
-    RowReduction,
-    in_order,
-    join_means,
-)
+from scio_recorder.reductions.base import By, Label, RowReduction, in_order, join_means
 from scio_recorder.tensors.arithmetic import float32_products_are_exact
 
 # The number of rows multiplied at once: enough that the overhead of a block is small, few enough
@@ -218,14 +212,13 @@ class Covariance(RowReduction):
         self._counts[codes] += counts
         _add_product(self._scatter, apart)
 
-    def _join(self, other: Covariance) -> None:
-        self._scatter += other._scatter
-        codes = self._encode(other._labels).to(other._means.device)
-        self._advance(codes, other._counts, other._means)
+    def _join(self, labels: list[Label], counts: Tensor, means: Tensor, scatter: Tensor) -> None:
+        self._scatter += scatter
+        self._advance(self._encode(labels).to(means.device), counts, means)
 
     def _is_consistent(self) -> bool:
         labels, sizes = set(self._labels), {len(self._counts), len(self._means), len(self._labels)}
-        are_labels = all(isinstance(one, Label) for one in labels)
+        are_labels = all(isinstance(label, Label) for label in labels)
         return are_labels and sizes == {len(labels)} and (self._by is not None or labels == {""})
 
     def _result(self) -> CovarianceResult:
@@ -234,9 +227,9 @@ class Covariance(RowReduction):
 
     def _labelled_result(self) -> CovarianceResult:
         each = zip(self._labels, self._counts.tolist(), self._means.to(self._dtype), strict=True)
-        found = {label: (count, mean.clone()) for label, count, mean in each}
-        counts = {label: found[label][0] for label in in_order(found)}
-        means = {label: found[label][1] for label in counts}
+        of_label = {label: (count, mean.clone()) for label, count, mean in each}
+        counts = {label: of_label[label][0] for label in in_order(of_label)}
+        means = {label: of_label[label][1] for label in counts}
         return CovarianceResult(counts, means, self._matrix(sum(counts.values()) - len(counts)))
 
     def _matrix(self, degrees: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,15 +49,13 @@ class Bins:
         is_single = values.dtype == torch.float32 and self._is_resolved_in(values.dtype)
         dtype = torch.float32 if is_single else torch.float64
         begins = self._begins_in(dtype).to(values.device)
-        is_resolved = is_single or self._is_resolved_in(dtype)
-        found = torch.zeros(self._count + 2, dtype=torch.int64, device=values.device)
+        place = (
+            self._places if self._is_resolved_in(dtype) else partial(torch.bucketize, right=True)
+        )
+        counts = torch.zeros(self._count + 2, dtype=torch.int64, device=values.device)
         for portion in torch.split(values, _PORTION):
-            if is_resolved:
-                places = self._places(portion.to(dtype), begins)
-            else:
-                places = torch.bucketize(portion.to(dtype), begins, right=True)
-            found += torch.bincount(places, minlength=self._count + 2)
-        return found
+            counts += torch.bincount(place(portion.to(dtype), begins), minlength=self._count + 2)
+        return counts
 
     def _places(self, values: Tensor, begins: Tensor) -> Tensor:
         """Return the number of the bin of each value, counted from 1.
@@ -169,9 +168,7 @@ class Histogram(SampleReduction):
         return member
 
     def _add(self, samples: Tensor) -> None:
-        if self._tally is None:
-            self._tally = torch.zeros(self._bins + 2, dtype=torch.int64, device=samples.device)
-        self._tally += self._bins_of_range().tally(samples.reshape(-1))
+        self._take(self._bins_of_range().tally(samples.reshape(-1)), self._low, self._high)
 
     @property
     def why_not_merged(self) -> str | None:
@@ -189,8 +186,8 @@ class Histogram(SampleReduction):
                 "the same range=(low, high)."
             )
 
-    def _join(self, other: Histogram) -> None:
-        self._tally = self._tally + other._tally
+    def _join(self, tally: Tensor, low: float, high: float) -> None:
+        self._tally = self._tally + tally
 
     def _bins_of_range(self) -> Bins:
         return Bins(self._low, self._high, self._bins)
@@ -220,14 +217,14 @@ def widened(low: float, high: float) -> tuple[float, float]:
     return low - half, high + half
 
 
-def _edges(given: object) -> list[float]:
+def _edges(bounds: object) -> list[float]:
     try:
-        low, high = map(float, given)  # type: ignore[call-overload]  # a value of any type
+        low, high = map(float, bounds)  # type: ignore[call-overload]  # a value of any type
     except (TypeError, ValueError):
         low = high = math.nan
     if not -math.inf < low < high < math.inf:
         raise CollectError(
-            f"Histogram(range={given!r}): give two finite numbers (low, high), low < high."
+            f"Histogram(range={bounds!r}): give two finite numbers (low, high), low < high."
         )
     return [low, high]
 
@@ -353,14 +350,15 @@ class Quantiles(RowReduction):
         self._odd = 1 - (self._odd or 0)
         return ordered[:, step // 2 - 1 + self._odd :: step].contiguous()
 
-    def _join(self, other: Quantiles) -> None:
-        for level, summary in enumerate(other._summaries or []):
+    def _join(self, *state: Any) -> None:
+        ends, summaries, _, waiting = state
+        for level, summary in enumerate(summaries or []):
             if summary.shape[1]:
                 self._carry(level, summary)
-        if other._ends is not None:
-            self._widen(other._ends)
-        if other._waiting is not None:
-            self._add_again(other._waiting)
+        if ends is not None:
+            self._widen(ends)
+        if waiting is not None:
+            self._add_again(waiting)
 
     def _is_consistent(self) -> bool:
         is_short = self._summaries is None and self._waiting is not None and len(self._waiting) > 0
@@ -376,8 +374,8 @@ class Quantiles(RowReduction):
         known = torch.cat(parts if self._ends is None else [*parts, self._ends], dim=1)
         ends = torch.stack(known.aminmax(dim=1), dim=1)
         values, q = torch.cat([*parts, ends], dim=1).cpu().numpy(), np.array(self._q)
-        found = np.array([_read(feature, np.array(weights), q) for feature in values])
-        result = torch.from_numpy(found.T.copy()).to(known.device, self._dtype)
+        read = np.array([_read(feature, np.array(weights), q) for feature in values])
+        result = torch.from_numpy(read.T.copy()).to(known.device, self._dtype)
         return result.squeeze(1) if self._feature_dim is None else result
 
 
@@ -402,7 +400,7 @@ def _read(values: NDArray[Any], weights: NDArray[Any], q: NDArray[Any]) -> NDArr
     last = weight.sum() - 1
     ranks = np.concatenate([[0.0], weight.cumsum() - weight / 2 - 0.5, [last]])
     known = np.concatenate([values[-2:-1], values[order], values[-1:]]).astype(np.float64)
-    found: NDArray[Any] = np.interp(q * last, ranks, known)
+    quantiles: NDArray[Any] = np.interp(q * last, ranks, known)
     # If single values are kept beside thinned ones, the first of them has rank 0 as well.
-    found[q == 0], found[q == 1] = known[0], known[-1]
-    return found
+    quantiles[q == 0], quantiles[q == 1] = known[0], known[-1]
+    return quantiles

@@ -26,11 +26,10 @@ class _Extremum(SampleReduction):
     _word: str
 
     def _add(self, samples: Tensor) -> None:
-        value = self._over_samples(samples, 0)
-        self._value = value if self._value is None else self._of_two(self._value, value)
+        self._take(self._over_samples(samples, 0))
 
-    def _join(self, other: _Extremum) -> None:
-        self._value = self._of_two(self._value, other._value)
+    def _join(self, value: Tensor) -> None:
+        self._value = self._of_two(self._value, value)
 
     def _result(self) -> Tensor:
         return self._value.clone()
@@ -127,11 +126,10 @@ class Mean(SampleReduction):
     def _add(self, samples: Tensor) -> None:
         wide = torch.complex128 if samples.is_complex() else torch.float64
         for portion in portions(samples):
-            total = portion.sum(0, dtype=wide)
-            self._sum = total if self._sum is None else self._sum + total
+            self._take(portion.sum(0, dtype=wide))
 
-    def _join(self, other: Mean) -> None:
-        self._sum = self._sum + other._sum
+    def _join(self, total: Tensor) -> None:
+        self._sum = self._sum + total
 
     def _result(self) -> Tensor:
         return (self._sum / self._count).to(self._dtype)
@@ -208,16 +206,10 @@ class Moments(SampleReduction):
             mean = values.mean(0)
             self._take(len(values), mean, (values - mean).square_().sum(0))
 
-    def _take(self, count: int, mean: Tensor, squares: Tensor) -> None:
-        if self._seen is None:
-            self._seen, self._mean, self._squares = count, mean, squares
-            return
+    def _join(self, count: int, mean: Tensor, squares: Tensor) -> None:
         self._mean, apart = join_means(self._seen, self._mean, count, mean)
         self._squares = self._squares + squares + apart.square()
         self._seen += count
-
-    def _join(self, other: Moments) -> None:
-        self._take(other._seen, other._mean, other._squares)
 
     def _result(self) -> MomentsResult:
         # Divided as tensors: one sample gives nan, not ZeroDivisionError.
@@ -284,8 +276,8 @@ class Last(SampleReduction):
     def _add(self, samples: Tensor) -> None:
         self._value = samples.clone()
 
-    def _join(self, other: Last) -> None:
-        self._value = other._value
+    def _join(self, value: Tensor) -> None:
+        self._value = value
 
     def _result(self) -> Tensor:
         return self._value.clone()
@@ -334,16 +326,14 @@ class Digest(SampleReduction):
         return self._by is None
 
     def _add(self, samples: Tensor) -> None:
-        # Before the first samples there is no state.
-        self._digests = self._digests or []
-        self._digests.append(sample_digests(samples))
+        self._take([sample_digests(samples)])
 
     def _add_waiting(self) -> None:
         if self._digests:
             self._digests = [torch.cat(self._digests)]
 
-    def _join(self, other: Digest) -> None:
-        self._digests += other._digests
+    def _join(self, digests: list[Tensor]) -> None:
+        self._digests += digests
 
     def _result(self) -> Tensor:
         return self._digests[0].clone()
@@ -412,10 +402,10 @@ class Fold(SampleReduction):
             "function(accumulator, other_accumulator) returns the joined accumulator."
         )
 
-    def _join(self, other: Fold) -> None:
+    def _join(self, accumulator: Any) -> None:
         if self._merge is None:
             raise CollectError(self.why_not_merged)
-        self._accumulator = self._merge(self._accumulator, other._accumulator)
+        self._accumulator = self._merge(self._accumulator, accumulator)
 
     def _result(self) -> Any:
         return copy.deepcopy(self._accumulator)

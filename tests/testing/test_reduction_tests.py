@@ -34,8 +34,8 @@ class LosesLastSamples(Mean):
 
 
 class MergesWrongly(Mean):
-    def _join(self, other):
-        self._sum = (self._sum + other._sum) / 2
+    def _join(self, total):
+        self._sum = (self._sum + total) / 2
 
 
 class MergesNothing(Mean):
