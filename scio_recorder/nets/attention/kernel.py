@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import CausalBias
 
 from scio_recorder.errors import AttentionError
 from scio_recorder.nets.attention.kind import (
@@ -106,7 +106,9 @@ class Kernel(AttentionKind):
             raise AttentionError("attention of nested or sparse tensors can't be read")
         if len({tensor.dim() for tensor in received}) > 1:
             raise AttentionError("queries, keys and values of different dimensions can't be read")
-        if isinstance(arguments["attn_mask"], CausalBias):
+        # A net that has one has imported this, which imports the compiler.
+        bias: Any = sys.modules.get("torch.nn.attention.bias")
+        if bias is not None and isinstance(arguments["attn_mask"], bias.CausalBias):
             raise AttentionError("a CausalBias as mask can't be read: give its numbers as a tensor")
 
     def attention(self, layout: Groups | None, parts: Sequence[Any]) -> Attention:
