@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from scio_recorder.errors import CollectError, RecorderError, RecordingError, needing
@@ -92,12 +92,11 @@ def accessing(path: str, kinds: tuple[type[Exception], ...] = (OSError,)) -> Ite
         yield
     except RecordingError:
         raise
+    except FormatError as error:
+        raise _translated(error) from error.__cause__
     except kinds as error:
-        problem = medium.explained(path, error)
-        cause = error.__cause__ if problem is error else error
-        raise _translated(problem) from cause
+        raise _translated(medium.explained(path, error)) from error
 
 
-def parsing(path: str) -> AbstractContextManager[None]:
-    """Raise what a damaged or hostile file causes in the block as a `RecordingError`."""
-    return accessing(path, medium.DAMAGE)
+# Raises what a damaged or hostile file causes in the block as a `RecordingError`.
+parsing = partial(accessing, kinds=medium.DAMAGE)

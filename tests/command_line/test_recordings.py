@@ -371,7 +371,7 @@ def test_where_an_error_comes_from_is_shown_when_asked(capsys):
 
 
 def test_a_disk_that_fails_is_no_wrong_use(capsys, monkeypatch):
-    monkeypatch.setattr("scio_recorder.stores.disk_format.system.fsync", fail)
+    monkeypatch.setattr("scio_recorder.stores.disk_format.folder.fsync", fail)
     assert main(with_data("loader")) == 1
     assert "No space left" in capsys.readouterr().err
 

@@ -19,7 +19,7 @@ import torch
 from scio_recorder import open_recording
 from scio_recorder.recording import Recording
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.files import holds_recording
 from tests.recording.campaign import Job, finish, in_child
 from tests.recording.nets import expected, recorder

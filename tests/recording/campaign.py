@@ -26,7 +26,7 @@ from scio_recorder import RecordingError, open_recording
 from scio_recorder.recording import Recording
 from scio_recorder.reductions import Covariance, Mean
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.files import RunWriter, holds_recording
 from tests.recording.nets import batches, expected, recorder
 from tests.stores.disk_format.runs import calls_of, intercepted

@@ -16,7 +16,7 @@ from scio_recorder import CollectError, FlowError, Recorder, RecordingError, Tok
 from scio_recorder.errors import LayerNotFoundError
 from scio_recorder.reductions import Covariance, Mean
 from scio_recorder.stores import Disk, Host
-from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format import folder as system
 from tests.recording.nets import Positions, assert_same, batches, expected, plain_net, recorder
 from tests.zoo.structures import Columns
 

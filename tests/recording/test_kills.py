@@ -29,7 +29,7 @@ from scio_recorder.reductions import Fold
 from scio_recorder.stores import Disk
 from scio_recorder.stores import Job as StoreJob
 from scio_recorder.stores.disk import DiskWriter
-from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.files import RunWriter
 from scio_recorder.stores.kept_inputs import pack
 from tests.recording.campaign import Job

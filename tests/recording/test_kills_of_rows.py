@@ -17,7 +17,7 @@ from scio_recorder import Tokens, open_recording
 from scio_recorder.recording import Recording
 from scio_recorder.reductions import Max, Mean
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.files import holds_recording
 from tests.recording.campaign import finish, killed_at
 from tests.recording.tables import (

@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 from scio_recorder.stores import memory
-from scio_recorder.stores.disk_format import system
-from scio_recorder.stores.disk_format.folder import write_at
-from scio_recorder.stores.disk_format.system import fsync
+from scio_recorder.stores.disk_format import folder as system
+from scio_recorder.stores.disk_format.folder import fsync, write_at
 
 # What Windows lacks, taken away after all libraries have been imported.
 WITHOUT = """

@@ -22,7 +22,8 @@ import torch
 from scio_recorder import RecordingError, open_recording
 from scio_recorder.reductions import Covariance, Mean
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format import bucket, system
+from scio_recorder.stores.disk_format import bucket
+from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.disk_format.description import is_url
 from scio_recorder.workers import leases
 from scio_recorder.workers.leases import STALE_AFTER

@@ -22,7 +22,7 @@ from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.layer import text_of
 from scio_recorder.reductions import Fold, Histogram, Mean, Moments
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.disk_format.description import chunk_name
 from scio_recorder.stores.files import RunWriter
 from tests.recording.nets import assert_same, batches, expected, recorder

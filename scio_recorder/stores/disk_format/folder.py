@@ -11,6 +11,7 @@ fails. The format needs nothing else of the medium but listing names, reading, a
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -23,7 +24,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
-from scio_recorder.stores.disk_format import system
 from scio_recorder.stores.disk_format.medium import (
     FormatError,
     Medium,
@@ -45,14 +45,74 @@ _CLOSED = -1
 # What a link in the cache of the Hugging Face Hub leads to: the file, named by its hash.
 _BLOB = re.compile(r"\.\./\.\./blobs/[0-9a-f]{40,64}")
 
+# The flag RENAME_NOREPLACE of <linux/fs.h>.
+_NO_REPLACE = 1
+_library = ctypes.CDLL(None, use_errno=True)
+# On macOS, fsync leaves data in the memory of the disk.
+_full_sync: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+_renameat2 = getattr(_library, "renameat2", None)
+# The flag SYNC_FILE_RANGE_WRITE of <linux/fs.h>.
+_BEGIN_ONLY = 2
+_sync_file_range = getattr(_library, "sync_file_range", None)
+
+# All that opens, reads or changes files goes through these names and the functions behind them, so
+# that a test can make any one of them fail, fall short or never return.
+close = os.close
+flock = fcntl.flock
+fstat = os.fstat
+list_names = os.listdir
+mkdir = os.mkdir
+open_file = os.open
+read_into = os.preadv
+status_of = os.stat
+unlink = os.unlink
+write = os.pwrite
+
+
+def fsync(descriptor: int) -> None:
+    """Wait until a file is on the disk itself."""
+    if _full_sync is not None:
+        try:
+            fcntl.fcntl(descriptor, _full_sync)
+        except OSError as error:
+            # Not every file system has it.
+            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
+                raise
+        else:
+            return
+    os.fsync(descriptor)
+
+
+def begin_sync(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Let the disk begin with a part of a file, so that `fsync`, which tells of errors, waits less.
+
+    Systems other than Linux decide by themselves when to begin.
+    """
+    if _sync_file_range is not None:
+        where = ctypes.c_int64(offset), ctypes.c_int64(num_bytes)
+        _sync_file_range(descriptor, *where, _BEGIN_ONLY)
+
+
+def rename_new(old: str, new: str, folder: int) -> None:
+    """Rename a file in a folder; `FileExistsError` if there is one of the new name."""
+    if _renameat2 is not None:
+        if not _renameat2(folder, old.encode(), folder, new.encode(), _NO_REPLACE):
+            return
+        code = ctypes.get_errno()
+        if code not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(code, os.strerror(code))
+    # The file system can't do that in one step: for a moment the file has both names.
+    os.link(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+    os.unlink(old, dir_fd=folder)
+
 
 def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
     """Write the whole of ``data`` at ``offset``, while the disk takes what was written before."""
     view = memoryview(data)
     while view:
         # The system may take less at a time.
-        done = system.write(descriptor, view, offset)
-        system.begin_sync(descriptor, offset, done)
+        done = write(descriptor, view, offset)
+        begin_sync(descriptor, offset, done)
         view, offset = view[done:], offset + done
 
 
@@ -60,7 +120,7 @@ def read_at(descriptor: int, path: str, stamp: Stamp, offset: int, out: memoryvi
     """Fill ``out`` from ``offset`` on, up to the end of the file."""
     out = out[: max(0, stamp.num_bytes - offset)]
     while out:
-        done = system.pread_into(descriptor, out, offset)
+        done = read_into(descriptor, [out], offset)
         if not done:
             raise FormatError(f"{path} is damaged: it ends at byte {offset}")
         out, offset = out[done:], offset + done
@@ -81,7 +141,7 @@ class Folder(Medium):
         # Only this path may lead through links: the user has named it.
         self.path = path
         # The folder, and the locked files by name.
-        self.descriptor = system.open_file(path, _FOLDER)
+        self.descriptor = open_file(path, _FOLDER)
         self._descriptors = {"": self.descriptor}
         self._closing = weakref.finalize(self, _close_all, self._descriptors)
 
@@ -104,17 +164,17 @@ class Folder(Medium):
             If another writer holds the lock.
         """
         _LOCKED.add(self)
-        descriptor = system.open_file(name, _LOCK, 0o666, dir_fd=self.descriptor)
+        descriptor = open_file(name, _LOCK, 0o666, dir_fd=self.descriptor)
         self._descriptors[name] = descriptor
         try:
-            system.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
             message = f"{self.path} is being written by another writer, which holds {name}"
             raise FormatError(message) from cause
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names in the folder with a prefix, sorted."""
-        names = system.list_names(self.descriptor)
+        names = list_names(self.descriptor)
         return sorted(name for name in names if name.startswith(prefix))
 
     def times(self, prefix: str) -> dict[str, float]:
@@ -132,14 +192,14 @@ class Folder(Medium):
         return False
 
     def _status(self, name: str) -> os.stat_result:
-        return system.status_of(name, dir_fd=self.descriptor, follow_symlinks=False)
+        return status_of(name, dir_fd=self.descriptor, follow_symlinks=False)
 
     @contextmanager
     def reading(self, name: str, stamp: Stamp | None = None) -> Iterator[ReadAt]:
         """Give a function that reads a regular file, which is open meanwhile."""
         descriptor = self._open_to_read(name)
         try:
-            status = system.fstat(descriptor)
+            status = fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise FormatError(f"{self.path_of(name)} is not a regular file")
             # Writing into a file changes one or the other.
@@ -152,14 +212,14 @@ class Folder(Medium):
 
     def _open_to_read(self, name: str) -> int:
         try:
-            return system.open_file(name, _READ, dir_fd=self.descriptor)
+            return open_file(name, _READ, dir_fd=self.descriptor)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             target = os.readlink(name, dir_fd=self.descriptor)
             if _BLOB.fullmatch(target) is None:
                 raise
-        return system.open_file(target, _READ, dir_fd=self.descriptor)
+        return open_file(target, _READ, dir_fd=self.descriptor)
 
     def put(self, name: str, owner: str, write: Callable[[WriteAt], _T]) -> _T:
         """Put a new file in place, whole or not at all, and make that durable; see the NOTE."""
@@ -168,7 +228,7 @@ class Folder(Medium):
                 written = write(partial(write_at, descriptor))
                 # Linux reports a failed sync once and then treats the lost pages as written, so
                 # this file is never synced again.
-                system.fsync(descriptor)
+                fsync(descriptor)
             finally:
                 close_quietly(descriptor)
         self.sync()
@@ -181,7 +241,7 @@ class Folder(Medium):
             with self._put_in_place(name, "claim") as descriptor:
                 # On a file system without locks, others rely on renewals.
                 with suppress(OSError):
-                    system.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 write_at(descriptor, 0, content)
         except BaseException:
             close_quietly(descriptor)
@@ -192,11 +252,11 @@ class Folder(Medium):
     def is_abandoned(self, name: str) -> bool:
         """Whether nobody on this machine holds the lock on a claim."""
         try:
-            descriptor = system.open_file(name, _READ, dir_fd=self.descriptor)
+            descriptor = open_file(name, _READ, dir_fd=self.descriptor)
         except OSError:
             return False
         try:
-            system.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return False
         finally:
@@ -208,11 +268,11 @@ class Folder(Medium):
         """Create a file for the block to write, and give it its name after the block."""
         temporary = f"{name}.{owner}-{uuid.uuid4().hex[:16]}.tmp"
         try:
-            yield system.open_file(temporary, _CREATE, 0o666, dir_fd=self.descriptor)
-            system.rename_new(temporary, name, self.descriptor)
+            yield open_file(temporary, _CREATE, 0o666, dir_fd=self.descriptor)
+            rename_new(temporary, name, self.descriptor)
         except BaseException as error:
             with suppress(OSError):
-                system.unlink(temporary, dir_fd=self.descriptor)
+                unlink(temporary, dir_fd=self.descriptor)
             if isinstance(error, FileExistsError):
                 problem = "is there already: another writer has committed it; continue after it"
                 raise FileExistsError(error.errno, f"{name} {problem}") from None
@@ -225,14 +285,14 @@ class Folder(Medium):
 
     def unlink(self, name: str) -> None:
         """Remove a file, and the lock on it."""
-        system.unlink(name, dir_fd=self.descriptor)
+        unlink(name, dir_fd=self.descriptor)
         descriptor = self._descriptors.pop(name, None)
         if descriptor is not None:
             close_quietly(descriptor)
 
     def sync(self) -> None:
         """Make the names in the folder durable."""
-        system.fsync(self.descriptor)
+        fsync(self.descriptor)
 
 
 # Folders that are being written.
@@ -257,7 +317,7 @@ def _close_all(descriptors: dict[str, int]) -> None:
 def close_quietly(descriptor: int) -> None:
     """Close a file without pending data, so that a failure means nothing."""
     with suppress(OSError):
-        system.close(descriptor)
+        close(descriptor)
 
 
 def make_folder(path: str) -> None:
@@ -267,10 +327,10 @@ def make_folder(path: str) -> None:
         make_folder(parent)
         with suppress(FileExistsError):
             # Another process may just have created it.
-            system.mkdir(path)
+            mkdir(path)
     if parent != path:
-        descriptor = system.open_file(parent, _FOLDER)
+        descriptor = open_file(parent, _FOLDER)
         try:
-            system.fsync(descriptor)
+            fsync(descriptor)
         finally:
             close_quietly(descriptor)

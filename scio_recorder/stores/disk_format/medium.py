@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
 _T = TypeVar("_T")
@@ -32,31 +33,22 @@ DAMAGE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, Recursio
 
 
 @contextmanager
-def accessing(path: str) -> Iterator[None]:
+def accessing(path: str, kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
     """Raise an `OSError` of the block as a `FormatError` with the same ``errno``."""
     try:
         yield
     except FormatError:
         raise
-    except OSError as cause:
+    except kinds as cause:
         raise explained(path, cause) from cause
 
 
-@contextmanager
-def parsing(path: str) -> Iterator[None]:
-    """Raise what a damaged or hostile file causes as a `FormatError`; the block only parses it."""
-    try:
-        yield
-    except FormatError:
-        raise
-    except DAMAGE as cause:
-        raise explained(path, cause) from cause
+# Raises what a damaged or hostile file causes as a `FormatError`; the block only parses it.
+parsing = partial(accessing, kinds=DAMAGE)
 
 
 def explained(path: str, cause: Exception) -> FormatError:
     """Return an error that says what is wrong at a path."""
-    if isinstance(cause, FormatError):
-        return cause
     if not isinstance(cause, OSError):
         reason = f"unknown or missing {cause}" if isinstance(cause, KeyError) else str(cause)
         return FormatError(f"{path} is damaged: {reason:.200}")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format import folder as system
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

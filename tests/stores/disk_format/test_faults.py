@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # What a full disk still allows.
-HARMLESS_WHEN_FULL = {"close", "flock", "fstat", "list_names", "pread_into", "status_of"}
+HARMLESS_WHEN_FULL = {"close", "flock", "fstat", "list_names", "read_into", "status_of"}
 HARMLESS_WHEN_FULL |= {"unlink", "rename_new", "fsync"}
 
 
@@ -126,8 +126,8 @@ def test_calls_that_take_or_give_less_than_asked(tmp_path, most):
     def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
         if name == "write":
             return os.pwrite(arguments[0], arguments[1][:most], arguments[2])
-        if name == "pread_into":
-            return os.preadv(arguments[0], [arguments[1][:most]], arguments[2])
+        if name == "read_into":
+            return os.preadv(arguments[0], [arguments[1][0][:most]], arguments[2])
         return go_on()
 
     with intercepted(act):
@@ -322,7 +322,7 @@ def test_a_reader_needs_no_more_than_reading(tmp_path):
     path = make_run(tmp_path / "run")
 
     def act(number: int, name: str, go_on: Any, arguments: tuple[Any, ...]) -> Any:
-        reading = {"open_file", "fstat", "pread_into", "close", "list_names", "status_of"}
+        reading = {"open_file", "fstat", "read_into", "close", "list_names", "status_of"}
         assert name in reading
         if name == "open_file":
             writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC

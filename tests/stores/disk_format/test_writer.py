@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 
-from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.disk_format.description import holds_recording
 from scio_recorder.stores.disk_format.medium import ContentError, FormatError
 from scio_recorder.stores.disk_format.reader import Packed, RunReader
