@@ -12,17 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions import (
-    Covariance,
-    Fold,
-    Histogram,
-    Last,
-    Max,
-    Mean,
-    Min,
-    Moments,
-    Quantiles,
-)
+from scio_recorder.reductions import Covariance, Last, Max, Mean, Min, Moments
 from tests.reductions.parts import Plan, offset_normal, plans, reduce_in_parts
 
 COUNT = 40
@@ -36,25 +26,6 @@ def of(label: str) -> Tensor:
 
 def by(batch: tuple[Tensor, Any]) -> Any:
     return batch[1]
-
-
-@settings(max_examples=30)
-@given(plan=plans(COUNT))
-def test_elementwise_summaries(plan: Plan) -> None:
-    results = {
-        make: reduce_in_parts(lambda make=make: make(by=by), DATA, plan, LABELS).compute()
-        for make in (Min, Max, Mean, Moments)
-    }
-    assert all(list(result) == ["cat", "dog", "eel"] for result in results.values())
-    for label in ("cat", "dog", "eel"):
-        exact = of(label)
-        assert torch.equal(results[Min][label].double(), exact.amin(0))
-        assert torch.equal(results[Max][label].double(), exact.amax(0))
-        torch.testing.assert_close(results[Mean][label].double(), exact.mean(0), rtol=1e-6, atol=0)
-        count, mean, variance = results[Moments][label]
-        assert count == len(exact)
-        torch.testing.assert_close(mean.double(), exact.mean(0), rtol=1e-6, atol=0)
-        torch.testing.assert_close(variance.double(), exact.var(0), rtol=1e-6, atol=0)
 
 
 @settings(max_examples=30)
@@ -106,37 +77,6 @@ def test_principal_space_within_classes() -> None:
     exact = torch.linalg.svdvals(centred)
     torch.testing.assert_close(space.residual_singular_values, exact[2:])
     torch.testing.assert_close(space.mean, data.mean(0))
-
-
-def test_histograms_share_the_range_of_the_whole_first_batch() -> None:
-    histogram = Histogram(4, by=by)
-    histogram.update(DATA, (DATA, LABELS))
-    result = histogram.compute()
-    low, high = float(DATA.min()), float(DATA.max())
-    for label in ("cat", "dog", "eel"):
-        counts, edges = np.histogram(of(label).numpy(), 4, range=(low, high))
-        assert result[label].counts.tolist() == counts.tolist()
-        assert result[label].edges.tolist() == edges.tolist()
-
-
-@settings(max_examples=10)
-@given(plan=plans(COUNT))
-def test_quantiles_and_folds(plan: Plan) -> None:
-    quantiles = reduce_in_parts(lambda: Quantiles([0.5], by=by), DATA, plan, LABELS).compute()
-
-    def count(seen: int | None, activation: Tensor) -> int:
-        return (seen or 0) + len(activation)
-
-    def make() -> Fold:
-        return Fold(count, merge=int.__add__, by=by)
-
-    counts = reduce_in_parts(make, DATA, plan, LABELS).compute()
-    for label in ("cat", "dog", "eel"):
-        half = torch.tensor([0.5], dtype=torch.float64)
-        torch.testing.assert_close(
-            quantiles[label].double(), of(label).quantile(half), rtol=1e-6, atol=0
-        )
-        assert counts[label] == len(of(label))
 
 
 def test_last_keeps_the_last_samples_of_each_class() -> None:

@@ -126,16 +126,6 @@ def test_memory_grows_with_the_logarithm() -> None:
     assert kept == 2048  # 64 blocks make one summary of level 6
 
 
-def test_convolution_maps() -> None:
-    maps = torch.randn(6, 3, 5, 4)
-    quantiles = Quantiles([0.2, 0.7], feature_dim=1)
-    quantiles.update(maps[:2])
-    quantiles.update(maps[2:])
-    rows = maps.movedim(1, 0).flatten(1)
-    exact = torch.quantile(rows, torch.tensor([0.2, 0.7]), dim=1)
-    torch.testing.assert_close(quantiles.compute(), exact)
-
-
 def test_values_keep_coming_after_a_result() -> None:
     values = torch.arange(10_000.0)
     quantiles = Quantiles(Q, feature_dim=-1)
