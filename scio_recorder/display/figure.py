@@ -152,7 +152,7 @@ def _name_others(
         figure.suptitle(f"Nothing to draw: {few(others, 8)}", x=0.01, ha="left", fontsize=8)
 
 
-def blank(size: tuple[float, float]) -> Figure:
+def blank(size: tuple[float, float], title: str = "") -> Figure:
     """Return an empty figure of a size in inches, which a notebook shows.
 
     Raises
@@ -163,6 +163,8 @@ def blank(size: tuple[float, float]) -> Figure:
     with needing("plot", "a figure"):
         from matplotlib.figure import Figure
     figure = Figure(figsize=size, layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=10, parse_math=False, wrap=True)
     # A notebook shows figures that pyplot knows; this one renders itself.
     figure._repr_png_ = functools.partial(_png, figure)  # type: ignore[attr-defined]  # IPython looks for it
     return figure
@@ -249,6 +251,11 @@ def _short(name: str) -> str:
     return short_name(name, _LONGEST_NAME)
 
 
+def _room_for(names: Sequence[str]) -> float:
+    """Return the inches that the longest name takes."""
+    return 0.075 * max(map(len, map(_short, names)), default=0)
+
+
 def _extent_of(count: int) -> float:
     """Return the inches that a number of rows or columns takes."""
     return min(_LARGEST, max(_SMALLEST, _CELL * count))
@@ -294,8 +301,8 @@ def draw_matrix(
     """
     rows, columns = names
     height, width = (_extent_of(len(side)) for side in names)
-    margin = 0.5 + 0.075 * max(map(len, map(_short, (*rows, *columns))), default=0)
-    figure = blank((width + margin + 0.3, height + margin + 1.4))
+    margin = 0.5 + _room_for((*rows, *columns))
+    figure = blank((width + margin + 0.3, height + margin + 1.4), title)
     axis = figure.subplots()
     axis.set_facecolor(_GREY)
     image = axis.imshow(values, colours, aspect="auto", origin="lower", clim=limits)
@@ -305,7 +312,6 @@ def draw_matrix(
     _name_ticks(axis, "x", columns, width)
     _name_ticks(axis, "y", rows, height)
     axis.set(ylabel=axes[0], xlabel=axes[1])
-    figure.suptitle(title, fontsize=10, parse_math=False, wrap=True)
     return figure
 
 
@@ -398,9 +404,8 @@ def draw_effects(
         title = f"{title} (white; blue towards clean)"
         return draw_matrix(title, values, names, ("", "position"), colours, limits)
     width = _extent_of(len(layers))
-    figure = blank((width + 1.3, 3.5 + 0.075 * max(map(len, map(_short, layers)))))
+    figure = blank((width + 1.3, 3.5 + _room_for(layers)), title)
     axis = figure.subplots()
-    figure.suptitle(title, fontsize=10, parse_math=False, wrap=True)
     axis.bar(range(len(layers)), values - corrupted, bottom=corrupted, color=BLUE)
     axis.axhline(clean, color=VERMILION, linewidth=1.5, label="clean")
     axis.axhline(corrupted, color="black", linewidth=1, label="corrupted")
@@ -430,10 +435,9 @@ def draw_attention(
     """
     columns, rows = _grid_of(len(heads))
     height, width = _extents_of_maps(len(heads), [len(side) for side in names])
-    margin = 0.5 + 0.075 * max(map(len, map(_short, (*names[0], *names[1]))), default=0)
+    margin = 0.5 + _room_for((*names[0], *names[1]))
     size = columns * (width + 0.15) + margin + 1.0, rows * (height + 0.3) + margin + 0.5
-    figure = blank((max(3.5, size[0]), size[1]))
-    figure.suptitle(title, fontsize=10, parse_math=False, wrap=True)
+    figure = blank((max(3.5, size[0]), size[1]), title)
     from matplotlib.colors import PowerNorm
 
     # Square roots, or a few large weights would leave nothing else to see.
@@ -450,12 +454,9 @@ def draw_attention(
     figure.supxlabel("key", fontsize=9)
     figure.supylabel("query", fontsize=9)
     if axes:
-        length = min(4.0, rows * height)
-        shape: dict[str, Any] = {
-            "shrink": length / (rows * height),
-            "aspect": 8 * length,
-            "pad": 0.02,
-        }
+        whole = rows * height
+        length = min(4.0, whole)
+        shape: dict[str, Any] = {"shrink": length / whole, "aspect": 8 * length, "pad": 0.02}
         bar = figure.colorbar(axes[0].images[0], ax=axes, **shape)
         bar.ax.tick_params(labelsize=7)
     return figure

@@ -12,21 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from scio_recorder.display.figure import (
-    RECTIFIERS,
-    Bars,
-    LayerSummary,
-    ValueStatistics,
-    kind_of,
-)
-from scio_recorder.display.outline import (
-    Outline,
-    call_text,
-    hint,
-    nodes,
-    table_lines,
-    visible,
-)
+from scio_recorder.display.figure import RECTIFIERS, Bars, LayerSummary, ValueStatistics, kind_of
+from scio_recorder.display.outline import Outline, call_text, hint, nodes, table_lines, visible
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import Layer, few
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
@@ -170,7 +170,13 @@ class Tracker:
         >>> list(events.to_frame({"mean": torch.mean, "largest": torch.max}).columns)
         ['name', 'type', 'grad', 'mean', 'largest']
         """
-        return _frame(self.stashes, stat, stat_name)
+        with needing("frame", "a frame"):
+            import pandas
+
+        statistics = _named(stat, stat_name)
+        rows = [_row(stash, statistics) for stash in self.stashes]
+        columns = None if rows else ["name", "type", "grad", *statistics]
+        return pandas.DataFrame(rows, columns=columns)
 
     def __enter__(self) -> Self:
         return self
@@ -329,18 +335,6 @@ def _expression(name: str, pattern: Pattern) -> re.Pattern[str] | None:
             f"{name}={pattern!r} is no regular expression ({reason}): write one text, such as "
             '"encoder|head"'
         ) from reason
-
-
-def _frame(
-    stashes: Sequence[Any], stat: Statistic | Mapping[str, Statistic], stat_name: str | None
-) -> pandas.DataFrame:
-    """Return one row for each event, with one column for each statistic."""
-    with needing("frame", "a frame"):
-        import pandas
-
-    statistics = _named(stat, stat_name)
-    rows = [_row(stash, statistics) for stash in stashes]
-    return pandas.DataFrame(rows, columns=None if rows else ["name", "type", "grad", *statistics])
 
 
 def _named(
