@@ -72,12 +72,12 @@ from scio_recorder.workers.samplers import refuse_split
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
 
-def check_make_batches(given: Any) -> None:
+def check_make_batches(make_batches: Any) -> None:
     """Refuse anything but a function; the error is also a TypeError."""
-    if not callable(given):
+    if not callable(make_batches):
         text = (
-            f"make_batches is a {type(given).__name__}: give a function that takes the number of a "
-            "part and returns its batches"
+            f"make_batches is a {type(make_batches).__name__}: give a function that takes the "
+            "number of a part and returns its batches"
         )
         raise caught_as(CollectError, TypeError(text), text)
 
@@ -126,8 +126,8 @@ def _naming_part(part: int) -> Iterator[None]:
 
 def _check_mergeable(layers: LayerOptions) -> None:
     """Refuse reductions whose states for different parts of the data can't be merged."""
-    for label, given in layers.reductions.items():
-        for reduction in several(given):
+    for label, reductions in layers.reductions.items():
+        for reduction in several(reductions):
             if reduction.why_not_merged is not None:
                 raise CollectError(
                     f"layer {layers.architecture[label]} can't be reduced in parts: "

@@ -133,65 +133,53 @@ def test_layers_are_named_labelled_or_numbered(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layers",
-    ["ab", 2, [], ["a", "a"], [1, "1"], ["1-2", "a"], [9, 3]],
+    ("layers", "error", "message"),
+    [
+        *((layers, ArgumentError, "layers=") for layers in ("ab", 2, [], ["a", "a"], [1, "1"])),
+        *((layers, ArgumentError, "layers=") for layers in (["1-2", "a"], [9, 3])),
+        (["a"], RecordingError, "hold 2 layers, and layers= names 1"),
+        (["a", "b", "c"], RecordingError, "hold 2 layers, and layers= names 3"),
+    ],
 )
-def test_layers_that_name_nothing(tmp_path, layers):
+def test_layers_that_name_nothing_or_others(tmp_path, layers, error, message):
     make(tmp_path / "states")
-    with pytest.raises(ArgumentError, match="layers="):
+    with pytest.raises(error, match=message):
         open_hidden_states(tmp_path / "states", layers)
 
 
-@pytest.mark.parametrize("layers", [["a"], ["a", "b", "c"]])
-def test_another_number_of_layers(tmp_path, layers):
-    make(tmp_path / "states")
-    with pytest.raises(RecordingError, match=f"hold 2 layers, and layers= names {len(layers)}"):
-        open_hidden_states(tmp_path / "states", layers)
+def held(states, tokens, dtypes=(torch.bfloat16, torch.int64)):
+    """Return shapes and dtypes by name."""
+    return {"hidden_states": (states, dtypes[0]), "token_ids": (tokens, dtypes[1])}
+
+
+OTHERS = "holds other shapes or dtypes .* in different folders"
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
+        (held((4, 3, 5), (4,)), OTHERS),
+        (held((4, 2, 6), (4,)), OTHERS),
+        (held((4, 2, 5), (4,), (torch.float16, torch.int64)), OTHERS),
+        (held((4, 2, 5), (4,), (torch.bfloat16, torch.int32)), OTHERS),
+        (held((4, 2, 5), (3,)), r"\[4, 2, 5\] must be .* \[3\] one for"),
+        (held((4, 10), (4,)), r"\[4, 10\] must be"),
+        (held((4, 2, 5), (4, 1)), r"\[4, 1\] one for each token"),
         (
-            {"hidden_states": (4, 3, 5), "token_ids": (4,)},
-            "holds other shapes .* in different folders",
+            {"hidden_states": ((4, 2, 5), torch.bfloat16)},
+            "holds hidden_states, not hidden_states and token_ids",
         ),
-        (
-            {"hidden_states": (4, 2, 6), "token_ids": (4,)},
-            "holds other shapes .* in different folders",
-        ),
-        ({"hidden_states": (4, 2, 5), "token_ids": (3,)}, r"\[4, 2, 5\] must be .* \[3\] one for"),
-        ({"hidden_states": (4, 10), "token_ids": (4,)}, r"\[4, 10\] must be"),
-        ({"hidden_states": (4, 2, 5), "token_ids": (4, 1)}, r"\[4, 1\] one for each token"),
-        ({"hidden_states": (4, 2, 5)}, "holds hidden_states, not hidden_states and token_ids"),
-        ({"weight": (2,)}, "it is not a file of hidden states from vLLM"),
+        ({"weight": ((2,), torch.float32)}, "it is not a file of hidden states from vLLM"),
         ({}, "holds nothing"),
     ],
 )
 def test_a_file_that_does_not_fit(tmp_path, tensors, message):
     make(tmp_path / "states")
-    made = {
-        name: torch.zeros(shape, dtype=torch.int64 if name == "token_ids" else torch.bfloat16)
-        for name, shape in tensors.items()
-    }
+    made = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
     save_file(made, tmp_path / "states" / "7.safetensors")
     with pytest.raises(RecordingError, match=message) as raised:
         open_hidden_states(tmp_path / "states", NAMES)
     assert "7.safetensors" in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("states", "tokens"), [(torch.float16, torch.int64), (torch.bfloat16, torch.int32)]
-)
-def test_files_of_different_types(tmp_path, states, tokens):
-    make(tmp_path / "states")
-    made = {
-        "hidden_states": torch.zeros(4, 2, 5, dtype=states),
-        "token_ids": torch.zeros(4, dtype=tokens),
-    }
-    save_file(made, tmp_path / "states" / "7.safetensors")
-    with pytest.raises(RecordingError, match=r"7\.safetensors holds .*in different folders"):
-        open_hidden_states(tmp_path / "states", NAMES)
 
 
 def test_files_cut_short_anywhere(tmp_path):

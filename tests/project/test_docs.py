@@ -16,20 +16,11 @@ import pytest
 from sphinx.search.en import SearchEnglish
 from sphinx.util.inventory import InventoryFile
 
+from tests.project.test_project import PUBLIC as ALL_PUBLIC
+
 ROOT = Path(__file__).parents[2]
-PUBLIC = (
-    "scio_recorder",
-    "scio_recorder.analysis.scores",
-    "scio_recorder.errors",
-    "scio_recorder.events",
-    "scio_recorder.integrations.lightning",
-    "scio_recorder.integrations.tensorboard",
-    "scio_recorder.integrations.transformers",
-    "scio_recorder.integrations.vllm",
-    "scio_recorder.postprocessors",
-    "scio_recorder.reductions",
-    "scio_recorder.stores",
-)
+# Without what is for builders and needs packages of its own.
+PUBLIC = tuple(name for name in ALL_PUBLIC if not name.endswith((".ray", ".testing")))
 # What a browser fetches to show a page; a link is only followed when clicked.
 FETCHED = {
     "audio",

@@ -41,12 +41,12 @@ def test_a_recorder_of_a_net_that_asks_for_no_value_imports_no_compiler() -> Non
     assert not modules & {"torch._dynamo", "sympy", "pandas", "matplotlib", "sklearn"}
 
 
-@pytest.mark.parametrize("name", ["errors", "stores"])
+OTHERS = ("events", "postprocessors", "reductions")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["errors", "stores", *(pytest.param(name, marks=pytest.mark.campaign) for name in OTHERS)],
+)
 def test_public_rooms_are_there_without_an_import_of_their_own(name: str) -> None:
-    assert f"scio_recorder.{name}" in imported_by(f"import scio_recorder; scio_recorder.{name}")
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", ["events", "postprocessors", "reductions"])
-def test_other_public_rooms_are_there_as_well(name: str) -> None:
     assert f"scio_recorder.{name}" in imported_by(f"import scio_recorder; scio_recorder.{name}")
