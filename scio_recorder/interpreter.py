@@ -36,10 +36,10 @@ _HEAP_TYPE = 1 << 9
 # -- the stack -------------------------------------------------------------------------------------
 
 
-def stack() -> Iterator[FrameType]:
-    """Yield the frames of running functions, the caller's first."""
+def stack(outermost: Collection[CodeType] = ()) -> Iterator[FrameType]:
+    """Yield the frames of running functions, the caller's first, up to some functions."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code not in outermost:
         yield frame
         frame = frame.f_back
 

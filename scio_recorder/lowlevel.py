@@ -31,10 +31,15 @@ from scio_recorder.recording.recording import opened
 from scio_recorder.reductions.base import several
 from scio_recorder.stores.disk import EmptyPartError
 from scio_recorder.tensors import private
-from scio_recorder.tensors.arguments import floating_or_none, usable_device, whole
+from scio_recorder.tensors.arguments import (
+    ProcessRank,
+    floating_or_none,
+    this_process,
+    usable_device,
+    whole,
+)
 from scio_recorder.tensors.copies import StridedCopy, same_bits
 from scio_recorder.tensors.digests import WeightDigests, digest_of
-from scio_recorder.tensors.processes import ProcessRank, this_process
 from scio_recorder.tensors.properties import is_plain, version_counter, version_of
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 

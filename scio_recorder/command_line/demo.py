@@ -21,7 +21,7 @@ from scio_recorder.errors import needing
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import Recording
 from scio_recorder.reductions import Covariance
-from scio_recorder.tensors.processes import one_thread
+from scio_recorder.tensors.arithmetic import one_thread
 
 # Digits below this one are known.
 KNOWN = 7

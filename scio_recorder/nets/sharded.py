@@ -43,8 +43,8 @@ from scio_recorder.errors import ShardWarning, UnsupportedNetError, warn
 from scio_recorder.layer import DepthIdx, RowIdx, Shard
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import hooked
-from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.private_distributed import FSDP, fsdp_modules, loaded
+from scio_recorder.tensors import private
+from scio_recorder.tensors.private import FSDP, fsdp_modules, loaded
 from scio_recorder.tensors.properties import is_dense
 from scio_recorder.tensors.structures import tensors
 
@@ -131,7 +131,7 @@ class InStep:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             for module in fsdp_modules(net):
                 # Whole parameters that were left in place don't know their mesh.
-                private_distributed.take_whole_parameters(module)
+                private.take_whole_parameters(module)
             groups = [group for module in net.modules() for group in _groups_of(module)]
         self._groups = {
             id(group): group for group in groups if torch.distributed.get_world_size(group) > 1
@@ -165,7 +165,7 @@ def _groups_of(module: nn.Module) -> Iterator[Any]:
 
 def needs_fsdp(module: nn.Module) -> bool:
     """Whether FSDP gives a module, or a part of it, parameters only for a pass."""
-    return private_distributed.is_inside_fsdp(module) or bool(fsdp_modules(module))
+    return private.is_inside_fsdp(module) or bool(fsdp_modules(module))
 
 
 def refuse_part_of_fsdp(net: nn.Module) -> None:
@@ -181,7 +181,7 @@ def refuse_part_of_fsdp(net: nn.Module) -> None:
     UnsupportedNetError
         It is only a part of an FSDP network.
     """
-    if private_distributed.is_inside_fsdp(net) and net not in fsdp_modules(net):
+    if private.is_inside_fsdp(net) and net not in fsdp_modules(net):
         raise UnsupportedNetError(
             f"the net ({type(net).__name__}) is a part of a network that FSDP has sharded, and "
             "has its parameters only while the whole network is called: give the whole network, "

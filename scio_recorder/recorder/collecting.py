@@ -21,7 +21,7 @@ from scio_recorder.nets.offers import nearest
 from scio_recorder.nets.records import LayerMapping, Records
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.recording.options import CollectKeywords, CollectOptions, PassKeywords, shows
-from scio_recorder.tensors import private, private_distributed
+from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Collecting(nn.Module):
     _share_of: Callable[..., Share | None]
 
     def _refuse_inside_fsdp(self) -> None:
-        if private_distributed.is_inside_fsdp(self):
+        if private.is_inside_fsdp(self):
             raise UnsupportedNetError(
                 "the recorder itself is sharded by FSDP, whose parameters are there only while "
                 "the wrapper is called: call it, inside `with rnet.collecting(...):`, or "

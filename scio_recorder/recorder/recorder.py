@@ -50,7 +50,7 @@ from scio_recorder.nets.selection import (
 )
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
 from scio_recorder.recorder.analysis_methods import AnalysisMethods
-from scio_recorder.tensors import private, private_distributed
+from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import booleans, signature_of
 
 _Given = ParamSpec("_Given")
@@ -123,7 +123,7 @@ def _attending(
     return layers
 
 
-class Recorder(AnalysisMethods, Outlined, private_distributed.NotReplicated):
+class Recorder(AnalysisMethods, Outlined, private.NotReplicated):
     """A network whose layers are labelled, and can be recorded and changed while it runs.
 
     Parameters

@@ -18,7 +18,7 @@ from scio_recorder.recording.options import CollectOptions
 from scio_recorder.recording.rows import advice_on_lists
 from scio_recorder.stores import Store
 from scio_recorder.stores.disk_format.ids import Ids, to_ids
-from scio_recorder.tensors.processes import ProcessRank, this_process
+from scio_recorder.tensors.arguments import ProcessRank, this_process
 from scio_recorder.tensors.structures import tensors
 
 _WRITE = (

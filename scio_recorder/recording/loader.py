@@ -39,9 +39,8 @@ from scio_recorder.nets.selection import select
 from scio_recorder.recording.readable import Readable
 from scio_recorder.stores.disk_format.tensor_file import checksum, dump, empty_bytes
 from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
-from scio_recorder.tensors.arguments import booleans, whole
+from scio_recorder.tensors.arguments import ProcessRank, booleans, this_process, whole
 from scio_recorder.tensors.digests import digest_of
-from scio_recorder.tensors.processes import ProcessRank, this_process
 
 BUFFER_BYTES = 256 << 20
 # The largest number of bytes read in one go, and the least number of runs in the buffer.

@@ -34,8 +34,7 @@ from scio_recorder.reductions import (
 from scio_recorder.reductions.alive import unit_dimension
 from scio_recorder.reductions.base import as_floats, num_true, several
 from scio_recorder.reductions.distributions import widened
-from scio_recorder.tensors.arithmetic import with_float64
-from scio_recorder.tensors.processes import one_thread
+from scio_recorder.tensors.arithmetic import one_thread, with_float64
 from scio_recorder.tensors.properties import dtype_name
 from scio_recorder.tensors.structures import tensors
 

@@ -61,8 +61,7 @@ from scio_recorder.stores.store import (
     StoreWriter,
     wait_for,
 )
-from scio_recorder.tensors.arguments import whole
-from scio_recorder.tensors.processes import ProcessRank, this_process
+from scio_recorder.tensors.arguments import ProcessRank, this_process, whole
 
 CHUNK_BYTES = 64 << 20
 # The most seconds of work that a slow net, or one with only reduced layers, can lose.

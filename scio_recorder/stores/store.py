@@ -14,7 +14,7 @@ from scio_recorder.layer import RowIdx, TensorSpec
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.disk_format.ids import Ids, SampleIds
 from scio_recorder.stores.kept_inputs import Calls, KeptCalls
-from scio_recorder.tensors.processes import ProcessRank
+from scio_recorder.tensors.arguments import ProcessRank
 
 State: TypeAlias = dict[str, Any]
 

@@ -1,13 +1,14 @@
-"""Checks of arguments that are numbers, True or False, dtypes, devices, or functions."""
+"""Checks of arguments: numbers, True or False, dtypes, devices, functions, ranks of processes."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed
 
 from scio_recorder.errors import CollectError, RecorderError
 
@@ -172,3 +173,34 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     except (TypeError, ValueError):
         # Functions that are not written in Python need not tell.
         return inspect.signature(lambda *args, **kwargs: None)
+
+
+class ProcessRank(NamedTuple):
+    """The number of a process, counted from 0, and the number of processes."""
+
+    rank: int
+    world_size: int
+
+    @classmethod
+    def checked(cls, rank: Any, world_size: Any, error: type[RecorderError]) -> Self:
+        """Return the rank that arguments name; raise an error for an impossible one."""
+        process = cls(whole("rank", rank, 0, error), whole("world_size", world_size, 1, error))
+        if process.rank >= process.world_size:
+            raise error(
+                f"rank={rank} of world_size={world_size}: ranks are counted from 0 to "
+                f"{process.world_size - 1}"
+            )
+        return process
+
+
+def this_process() -> ProcessRank:
+    """Return the rank of this process, which is the only one if nothing was initialised.
+
+    Examples
+    --------
+    >>> this_process()
+    ProcessRank(rank=0, world_size=1)
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ProcessRank(0, 1)
+    return ProcessRank(torch.distributed.get_rank(), torch.distributed.get_world_size())

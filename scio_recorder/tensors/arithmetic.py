@@ -1,4 +1,4 @@
-"""Arithmetic whose precision neither the caller's modes nor lazy signs nor devices change."""
+"""Arithmetic whose precision no mode, lazy sign or device changes, and with how many threads."""
 
 from __future__ import annotations
 
@@ -59,3 +59,24 @@ def with_float64(tensor: Tensor) -> Tensor:
     True
     """
     return tensor.cpu() if tensor.device.type == "mps" else tensor
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread inside the block.
+
+    On small tensors, threads spend their time waiting for one another. If other processes want the
+    same cores, they wait a hundred times longer than they compute.
+
+    Examples
+    --------
+    >>> with one_thread():
+    ...     torch.get_num_threads()
+    1
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

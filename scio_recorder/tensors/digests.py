@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from scio_recorder.tensors import private, private_distributed
+from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import as_bytes
 from scio_recorder.tensors.properties import has_memory, is_plain, version_of
 from scio_recorder.tensors.structures import tensors
@@ -139,10 +139,10 @@ def weights_digest(net: nn.Module) -> str:
         if getattr(module, "track_running_stats", False) and module.training
         for key in ("running_mean", "running_var", "num_batches_tracked")
     }
-    fsdp = private_distributed.fsdp_modules(net)
+    fsdp = private.fsdp_modules(net)
     for module in fsdp:
         # Whole parameters that a pass left in place are the same weights.
-        private_distributed.take_whole_parameters(module)
+        private.take_whole_parameters(module)
     digest, is_local = xxhash.xxh3_128(), bool(fsdp)
     for name, value in _named_weights(net):
         if name not in moving:

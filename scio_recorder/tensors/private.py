@@ -26,7 +26,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,7 +34,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from scio_recorder.errors import UnsupportedTorchError, warn
+from scio_recorder.errors import UnsupportedNetError, UnsupportedTorchError, warn
 from scio_recorder.interpreter import frame_around, lines_on_stack, running, stack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -265,14 +265,8 @@ class Region(NamedTuple):
 
 def regions_around(outermost: Collection[CodeType] = ()) -> list[Region]:
     """Return the checkpointed calls around the caller, innermost first, up to some functions."""
-    regions: list[Region] = []
-    for frame in stack():
-        if frame.f_code in outermost:
-            break
-        region = _region_of(frame)
-        if region is not None:
-            regions.append(region)
-    return regions
+    regions = map(_region_of, stack(outermost))
+    return [region for region in regions if region is not None]
 
 
 def _region_of(frame: FrameType) -> Region | None:
@@ -342,7 +336,7 @@ def memory_of(tensor: Tensor) -> int:
 @needs("torch.autograd._unsafe_preserve_version_counter", "running a net without a trace")
 def restoring_versions(tensors: Sequence[Tensor]) -> Callable[[], Any]:
     """Return a function that sets the version counters of tensors to what they are now."""
-    counted = tuple([one for one in tensors if not one.is_inference()])
+    counted = tuple([tensor for tensor in tensors if not tensor.is_inference()])
     # Made for a block, whose end sets the counters, as often as it is called.
     block = torch.autograd._unsafe_preserve_version_counter(counted)  # type: ignore[attr-defined]
     return block.__exit__
@@ -366,8 +360,11 @@ def has_hooks(tensor: Tensor) -> bool:
 def restoring_hooks(leaves: Sequence[Tensor]) -> Callable[[], None]:
     """Return a function that sets the hooks on the gradients of leaves to what they are now."""
     names = "_backward_hooks", "_post_accumulate_grad_hooks"
-    given = [(leaf, name, getattr(leaf, name)) for leaf in leaves for name in names]
-    noted = [(*one, {**one[2]} if one[2] else {}) for one in given]
+    noted = [
+        (leaf, name, hooks := getattr(leaf, name), dict(hooks or {}))
+        for leaf in leaves
+        for name in names
+    ]
 
     def put_back() -> None:
         for leaf, name, hooks, entries in noted:
@@ -550,9 +547,7 @@ def is_in_compiled_function(outermost: Collection[CodeType] = ()) -> bool:
     """Whether what ``torch.compile`` has made calls the caller, inside any of some functions."""
     compiler = sys.modules.get(DYNAMO)
     made = getattr(compiler, "OptimizeContext", ())
-    for frame in stack() if made else ():
-        if frame.f_code in outermost:
-            break
+    for frame in stack(outermost) if made else ():
         is_wrapper = frame.f_code.co_filename == getattr(compiler, "__file__", None)
         if is_wrapper and isinstance(frame.f_locals.get("self"), made):
             return True
@@ -708,3 +703,117 @@ def is_traced(tensor: Tensor) -> bool:
 def pass_for_traced(tensor: Tensor) -> None:
     """Make a tensor claim to be traced: libraries ask before they look at its values."""
     object.__setattr__(tensor, "__class__", _Traced)
+
+
+# -- several processes: an example would take more than one ----------------------------------------
+
+FSDP = "torch.distributed.fsdp"
+_LABELLING_FSDP = "labelling a net that FSDP has sharded"
+# The objects in which ``fully_shard`` notes passes, besides the state of a module.
+_NOTES = ("FSDPParamGroup", "FSDPCommContext", "FSDPStateContext")
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except AttributeError as error:
+        raise unsupported(_LABELLING_FSDP, name) from error
+
+
+def loaded(module: str, *names: str) -> tuple[type, ...]:
+    """Return classes of a module that takes long to import; none if nobody has imported it."""
+    imported = sys.modules.get(module)
+    return tuple([getattr(imported, name) for name in names if hasattr(imported, name)])
+
+
+def fsdp_modules(net: nn.Module) -> list[nn.Module]:
+    """Return the modules in a network that FSDP has sharded."""
+    kinds = loaded(FSDP, "FSDPModule", "FullyShardedDataParallel")
+    return [module for module in net.modules() if isinstance(module, kinds)]
+
+
+def fsdp_notes(module: Any) -> list[Any]:
+    """Return the objects in which ``fully_shard`` notes passes of a module; none for FSDP1.
+
+    Those of single parameters are left out, since they note no passes.
+    """
+    if not hasattr(module, "reshard"):
+        return []
+    with _naming("FSDPModule._get_fsdp_state"):
+        state = module._get_fsdp_state()
+    notes = [state]
+    for value in vars(state).values():
+        values = value if isinstance(value, list) else [value]
+        notes += [part for part in values if type(part).__name__ in _NOTES]
+    return notes
+
+
+def ending(notes: list[Any]) -> Callable[[], None]:
+    """Return a function that ends, for FSDP, passes that fail from now on."""
+    states = {note: note._training_state for note in notes if "_training_state" in vars(note)}
+
+    def end() -> None:
+        for note, state in states.items():
+            note._training_state = state
+
+    return end
+
+
+def take_whole_parameters(module: Any) -> None:
+    """Let a module that FSDP has sharded hold only its own shards of parameters."""
+    if hasattr(module, "reshard"):
+        module.reshard()
+        return
+    handle = _handle_of(module)
+    # Before its first pass it holds nothing else, and the call would fail.
+    if handle is not None and module._is_root is not None:
+        with _naming("FlatParamHandle.reshard"):
+            handle.reshard(handle.uses_sharded_strategy)
+            handle.post_reshard()
+
+
+def flat_parameters(module: Any) -> list[nn.Parameter]:
+    """Return the flat parameters that FSDP1 has made of a module's; none for FSDP2."""
+    handle = None if hasattr(module, "reshard") else _handle_of(module)
+    with _naming("FlatParamHandle.flat_param"):
+        return [] if handle is None else [handle.flat_param]
+
+
+def sizes_before_fsdp1(net: nn.Module) -> dict[int, dict[str, tuple[object, int]]]:
+    """Return the sizes of the parameters that FSDP1 has made flat, as they were before.
+
+    By the ``id`` of the module that owned them, and by name: a key, which tied parameters share,
+    and the number of elements. No process holds these parameters between passes.
+    """
+    sizes: dict[int, dict[str, tuple[object, int]]] = {}
+    flat: Any
+    for flat in chain.from_iterable(map(flat_parameters, fsdp_modules(net))):
+        with _naming("FlatParameter._param_infos"):
+            for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
+                key = id(info.module), info.param_name
+                sizes.setdefault(id(info.module), {})[info.param_name] = key, shape.numel()
+            for tied in flat._shared_param_infos:
+                first = sizes[id(tied.prim_module)][tied.prim_param_name]
+                sizes.setdefault(id(tied.module), {})[tied.param_name] = first
+    return sizes
+
+
+def _handle_of(module: Any) -> Any:
+    with _naming("FullyShardedDataParallel._handle"):
+        return module._handle
+
+
+def is_inside_fsdp(module: nn.Module) -> bool:
+    """Whether a module only works during calls of FSDP's wrapper around it."""
+    return bool(vars(module).get("_is_fsdp_managed_module", False))
+
+
+class NotReplicated(nn.Module):
+    """A module of which ``torch.nn.DataParallel`` makes no replicas."""
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        raise UnsupportedNetError(
+            "torch.nn.DataParallel runs replicas that share hooks, and would mix their records: "
+            "use DistributedDataParallel, or wrap the net in DataParallel without a recorder"
+        )

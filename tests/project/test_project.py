@@ -395,10 +395,7 @@ def test_no_file_name_stands_twice() -> None:
 DE_FACTO_PUBLIC = {"_parameters", "_buffers", "_modules", "_version", "_make", "_replace", "_exit"}
 ATEN = {"_local_scalar_dense"}  # an operator, not a name of the library around it
 OTHERS = {"lightning.py": {"_batches_that_stepped"}, "torchinfo.py": {"_cached_forward_pass"}}
-PRIVATE = {
-    PACKAGE / f"{name}.py"
-    for name in ("interpreter", "tensors/private", "tensors/private_distributed")
-}
+PRIVATE = {PACKAGE / "interpreter.py", PACKAGE / "tensors" / "private.py"}
 # What looks into the interpreter: attributes, functions and modules.
 FRAMES = re.compile(r"(f|tb|gi|cr|ag)_(back|builtins|code|frame|globals|lasti|lineno|locals|next)")
 INTERPRETER = {

@@ -27,7 +27,7 @@ from scio_recorder.layer import describe, shapes_of
 from scio_recorder.nets.calling_names import CallingName, calling_name
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.tensors import private
-from scio_recorder.tensors.private_distributed import FSDP, loaded, sizes_before_fsdp1
+from scio_recorder.tensors.private import FSDP, loaded, sizes_before_fsdp1
 from scio_recorder.tensors.properties import is_dense
 from scio_recorder.tensors.structures import tensors
 

@@ -48,8 +48,7 @@ from scio_recorder.nets.state.moment import (
     same_samples,
     sampled,
 )
-from scio_recorder.tensors import private, private_distributed
-from scio_recorder.tensors.private_distributed import fsdp_modules
+from scio_recorder.tensors import private
 from scio_recorder.tensors.properties import Version, is_dense, is_plain, version_of
 from scio_recorder.tensors.structures import COLLECTIONS, MAPPINGS, refill, slots
 
@@ -551,13 +550,13 @@ def untouched(
     0
     """
     is_spread = is_sharded(net)
-    fsdp = fsdp_modules(net) if is_spread else []
+    fsdp = private.fsdp_modules(net) if is_spread else []
     for module in fsdp:
-        private_distributed.take_whole_parameters(module)
+        private.take_whole_parameters(module)
     # State in which FSDP notes passes, and flat parameters, to which FSDP1 moves gradients.
-    notes = [note for module in fsdp for note in private_distributed.fsdp_notes(module)]
-    end_passes = private_distributed.ending(notes)
-    flat = [flat for module in fsdp for flat in private_distributed.flat_parameters(module)]
+    notes = [note for module in fsdp for note in private.fsdp_notes(module)]
+    end_passes = private.ending(notes)
+    flat = [flat for module in fsdp for flat in private.flat_parameters(module)]
     roots = (net, *others, *map(vars, notes))
     state = NetState(reached(roots), keep_random=keep_random, only_buffers=is_spread)
     with without_hooks_on_all_modules(), _gradients_aside([*flat, *state.leaves]):
@@ -569,7 +568,7 @@ def untouched(
         finally:
             end_passes()
             for module in fsdp:
-                private_distributed.take_whole_parameters(module)
+                private.take_whole_parameters(module)
             state.put_back(thorough=True)
     state.warn_of_traces()
 
