@@ -28,7 +28,7 @@ import types
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from operator import attrgetter, is_, itemgetter, setitem
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -196,10 +196,7 @@ _PARTS: tuple[tuple[Any, _PartsOf], ...] = (
     ((types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType), _of_method),
     (partial, lambda value: [("", value.func), ("", value.args), ("", value.keywords)]),
     (weakref.ref, lambda value: [("", value())]),
-)
-_MEMBERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (types.CellType, ("cell_contents",)),
-    (np.random.Generator, ("bit_generator",)),
+    (np.random.Generator, lambda value: [("bit_generator", value.bit_generator)]),
 )
 # What has a state of its own: how it is read, and put back.
 _STATES: tuple[tuple[Any, Any, Any], ...] = (
@@ -225,45 +222,40 @@ _RECORDS: Any = (
 class _Kind(NamedTuple):
     """What is known of all objects of a class."""
 
-    parts: list[_PartsOf]
-    has_attributes: bool
-    # The names of slots of a class that is written in Python, and of their like.
-    members: list[str]
+    parts: Sequence[_PartsOf] = ()
+    has_attributes: bool = False
+    # The names of slots of a class that is written in Python, and the content of a cell.
+    members: Sequence[str] = ()
     # The built-in container that the class is, or is derived from.
-    base: Any
-    states: list[tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]
-    is_opaque: bool
+    base: Any = None
+    states: Sequence[tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = ()
+    is_opaque: bool = False
 
 
 @lru_cache(4096)
 def _kind(kind: type) -> _Kind:
+    members = slots(kind) or (("cell_contents",) if kind is types.CellType else ())
+    is_module = issubclass(kind, nn.Module)
+    if is_module and any(str(base.__module__).startswith(_RECORDER) for base in kind.__mro__):
+        return _Kind([_of_recorder], states=[_RECORDS])
+    if issubclass(kind, torch.jit.ScriptModule):
+        return _Kind([_of_script])
     # The system's own generator has no state.
     known = () if issubclass(kind, random.SystemRandom) else _STATES
     states = [(read, put_back) for base, read, put_back in known if issubclass(kind, base)]
-    is_module = issubclass(kind, nn.Module)
-    if is_module and any(str(base.__module__).startswith(_RECORDER) for base in kind.__mro__):
-        return _Kind([_of_recorder], False, [], None, [_RECORDS], False)
-    is_machinery = not is_module and str(kind.__module__).startswith(_MACHINERY)
-    if is_machinery and kind is not threading.local:
+    is_file, is_local = issubclass(kind, io.IOBase), kind is threading.local
+    if not (is_module or is_local) and str(kind.__module__).startswith(_MACHINERY):
         is_moving = hasattr(kind, "__next__") or hasattr(kind, "qsize")
-        return _Kind([], False, [], None, states, is_moving or issubclass(kind, io.IOBase))
+        return _Kind(states=states, is_opaque=is_moving or is_file)
     parts = [parts_of for base, parts_of in _PARTS if issubclass(kind, base)]
-    members = [name for base, names in _MEMBERS if issubclass(kind, base) for name in names]
-    members += slots(kind)
     base = next((base for base in (*MAPPINGS, *COLLECTIONS) if issubclass(kind, base)), None)
     if members:
         parts.append(lambda value: [(name, _member(value, name)) for name in members])
-    is_script = issubclass(kind, torch.jit.ScriptModule)
-    if is_script:
-        parts = [_of_script]
-    # Each thread has its own.
-    is_local = kind is threading.local
-    has_attributes = is_local or (bool(kind.__dictoffset__) and not is_script)
+    # Each thread has its own attributes of a local.
+    has_attributes = is_local or bool(kind.__dictoffset__)
     is_seen = parts or has_attributes or states or issubclass(kind, Tensor)
-    is_opaque = not is_seen and _may_change(kind)
-    return _Kind(
-        parts, has_attributes, members, base, states, is_opaque or issubclass(kind, io.IOBase)
-    )
+    is_opaque = is_file or (not is_seen and _may_change(kind))
+    return _Kind(parts, has_attributes, members, base, states, is_opaque)
 
 
 def _may_change(kind: type) -> bool:
@@ -312,12 +304,13 @@ class _TensorNote(NamedTuple):
     version: Version
 
 
-def _noted(tensor: Tensor, *, with_values: bool) -> _TensorNote:
+def _noted(tensor: Tensor, *, is_weight: bool, with_values: bool) -> _TensorNote:
     written = data = tensor.data
-    if is_dense(data) and 0 in data.stride():
+    if (is_weight or is_dense(data)) and 0 in data.stride():
         written = data[tuple(slice(None if step else 1) for step in data.stride())]
     values = written.detach().clone() if with_values else None
-    return _TensorNote(tensor, data, written, values, tensor.requires_grad, version_of(tensor))
+    version = tensor._version if is_weight else version_of(tensor)
+    return _TensorNote(tensor, data, written, values, tensor.requires_grad, version)
 
 
 def _marks_of(notes: Sequence[_TensorNote]) -> list[tuple[int, int, bool]]:
@@ -329,7 +322,8 @@ def _marks_of(notes: Sequence[_TensorNote]) -> list[tuple[int, int, bool]]:
 
 def are_large(tensors: Iterable[Tensor]) -> bool:
     """Whether cloning some tensors would take too much memory."""
-    return sum([tensor.nbytes for tensor in tensors if is_dense(tensor)]) > CLONED_BYTES
+    strided = [tensor.nbytes for tensor in tensors if tensor.layout is torch.strided]
+    return sum(strided) > CLONED_BYTES
 
 
 # -- the state of a network ------------------------------------------------------------------------
@@ -379,8 +373,6 @@ class NetState:
         self._hooks_before = [*map(dict, self._hooks)]
         noted_apart = {*map(id, self._hooks)}
         self._containers: list[tuple[Any, Any, list[Any], list[Any]]] = []
-        # Built-in containers without items, of which modules have many.
-        self._empty: list[Any] = []
         self._members: list[tuple[Any, str, Any]] = []
         # These come last, since writing to tensors changes versions.
         self._restore: list[Callable[[], Any]] = []
@@ -394,10 +386,7 @@ class NetState:
                 # The items, or the keys and the values.
                 mapped = kind.base.values(value) if kind.base in MAPPINGS else ()
                 items = [*kind.base.__iter__(value)]
-                if items or type(value) is not kind.base:
-                    self._containers.append((value, kind.base, items, [*mapped]))
-                else:
-                    self._empty.append(value)
+                self._containers.append((value, kind.base, items, [*mapped]))
             for name in kind.members:
                 self._members.append((value, name, _member(value, name)))
             for read, put_back in kind.states:
@@ -424,17 +413,15 @@ class NetState:
         self._weights: list[_TensorNote] = []
         self._tensors: list[_TensorNote] = []
         for tensor in tensors:
-            note = _noted(tensor, with_values=id(tensor) not in too_large)
-            is_plain_weight = type(tensor) is nn.Parameter and is_plain(tensor)
-            is_weight = is_plain_weight and note.version != -1
+            is_counted = type(tensor) is nn.Parameter and not tensor.is_inference()
+            is_weight, with_values = is_counted and is_plain(tensor), id(tensor) not in too_large
+            note = _noted(tensor, is_weight=is_weight, with_values=with_values)
             (self._weights if is_weight else self._tensors).append(note)
         # A graph that holds a tensor is then as good as before.
         kept = [tensor for tensor in tensors if id(tensor) not in too_large]
         self._restore.append(private.restoring_versions(kept))
         # Passes write to few weights, and most passes to none.
         self._marks = _marks_of(self._weights)
-        self._sampled = sampled([note.tensor for note in self._weights])
-        self._samples = joined(self._sampled)
 
     def put_back(self, *, thorough: bool = False) -> None:
         """Put back everything that has changed.
@@ -447,12 +434,10 @@ class NetState:
         """
         if self._hooks != self._hooks_before:
             self._put_back_hooks()
-        for value in filter(None, self._empty):
-            value.clear()
         for value, base, items, mapped in self._containers:
             if (
                 base.__len__(value) != len(items)
-                or not all(map(is_, base.__iter__(value), items))
+                or (items and not all(map(is_, base.__iter__(value), items)))
                 or (mapped and not all(map(is_, base.values(value), mapped)))
             ):
                 refill(value, base, zip(items, mapped, strict=True) if mapped else items)
@@ -460,10 +445,17 @@ class NetState:
             if _member(value, name) is not member:
                 _set_member(value, name, member)
         is_same = not thorough and self._marks == _marks_of(self._weights)
-        is_same = is_same and same_samples(self._samples, joined(self._sampled))
+        is_same = is_same and same_samples(self._samples[1], joined(self._samples[0]))
         self._put_back_tensors([*self._tensors, *(() if is_same else self._weights)])
         for restore in self._restore:
             restore()
+
+    @cached_property
+    def _samples(self) -> tuple[dict[Any, list[Tensor]], dict[Any, Tensor]]:
+        """Views of a few numbers of each weight, and the numbers that were noted there."""
+        noted = [(note.data, note.values) for note in self._weights if note.values is not None]
+        views, values = sampled(data for data, _ in noted), sampled(values for _, values in noted)
+        return views, joined(values)
 
     def _put_back_hooks(self) -> None:
         pairs = zip(self._hooks, self._hooks_before, strict=True)
