@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parsed_from(arguments)
     try:
         # This import takes seconds, most of them in torch.
+        from scio_recorder.command_line import commands
         from scio_recorder.command_line.command_words import run
-        from scio_recorder.command_line.commands import COMMANDS
     except KeyboardInterrupt:
         # An interrupted import would print a long traceback.
         return 130
-    return run(COMMANDS[parsed.command], parsed)
+    return run(getattr(commands, parsed.command), parsed)

@@ -299,9 +299,3 @@ def demo(parsed: Namespace, console: Console) -> None:
 
     folder = Path(parsed.out or tempfile.mkdtemp(prefix="scio-recorder-demo-"))
     run_demo(console, seed=parsed.seed, epochs=parsed.epochs, folder=folder)
-
-
-COMMANDS = {
-    command.__name__: command
-    for command in (summary, collect, status, inspect, verify, report, compare, demo)
-}

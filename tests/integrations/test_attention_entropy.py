@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch import Trainer as LightningTrainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 from scio_recorder.integrations import lightning
 from scio_recorder.integrations.transformers import LayerStatsMonitor
 from scio_recorder.nets.attention import Attention, kernel
-from tests.integrations.trainings import quiet_arguments
+from tests.integrations.trainings import quiet_arguments, quiet_trainer
 
 STATISTICS = ["attention_entropy"]
 
@@ -45,15 +44,14 @@ def by_hand(net: GPT2LMHeadModel, ids: Tensor) -> list[float]:
     return [-(one * one.clamp_min(1e-38).log()).sum(-1).double().mean().item() for one in weights]
 
 
-def trained(net: nn.Module, ids: Tensor, folder: Path, **options: Any) -> LayerStatsMonitor:
+def trained(
+    net: nn.Module, ids: Tensor, folder: Path, statistics: Any = STATISTICS, **options: Any
+) -> LayerStatsMonitor:
     """Return the monitor of a training of one step."""
-    defaults: dict[str, Any] = {
-        "per_device_train_batch_size": len(ids),
-        "max_steps": 1,
-    }
+    defaults: dict[str, Any] = {"per_device_train_batch_size": len(ids), "max_steps": 1}
     arguments = quiet_arguments(folder, **(defaults | options))
     trainer = Trainer(net, arguments, train_dataset=[{"input_ids": x, "labels": x} for x in ids])
-    monitor = LayerStatsMonitor(trainer, "*.attn", statistics=STATISTICS)
+    monitor = LayerStatsMonitor(trainer, "*.attn", statistics=statistics)
     trainer.add_callback(monitor)
     trainer.train()
     return monitor
@@ -101,14 +99,7 @@ def test_training_is_bit_for_bit_the_same(ids: Tensor, tmp_path: Path) -> None:
     for number, statistics in enumerate((STATISTICS, ["norm"])):
         torch.manual_seed(0)
         nets.append(gpt2("sdpa", 0.4))
-        folder = tmp_path / str(number)
-        arguments = TrainingArguments(
-            str(folder), max_steps=2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
-        )
-        data = [{"input_ids": x, "labels": x} for x in ids]
-        trainer = Trainer(nets[-1], arguments, train_dataset=data)
-        trainer.add_callback(LayerStatsMonitor(trainer, "*.attn", statistics=statistics))
-        trainer.train()
+        trained(nets[-1], ids, tmp_path / str(number), statistics, max_steps=2)
     for one, other in zip(*(net.parameters() for net in nets), strict=True):
         assert torch.equal(one, other)
     assert all(module._compiled_call_impl is None for module in nets[0].modules())
@@ -144,12 +135,11 @@ def test_lightning(selectors: tuple[str, ...], tmp_path: Path) -> None:
     _, weights = model.eval().attend(batch, batch, batch, average_attn_weights=False)
     expected = torch.distributions.Categorical(weights.detach()).entropy().mean().item()
     monitor = lightning.LayerStatsMonitor(*selectors, statistics=STATISTICS, every_n_steps=1)
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = LightningTrainer(max_epochs=1, accelerator="cpu", callbacks=[monitor], **options)
+    trainer = quiet_trainer(monitor)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(model.train(), DataLoader(batch, batch_size=4))
     saw_none = any("saw no attention" in str(one.message) for one in caught)
     assert saw_none == ("attend" not in selectors)
-    found = {} if saw_none else {"attention_entropy/attend": pytest.approx(expected, rel=1e-5)}
-    assert monitor.latest == found
+    entropies = {"attention_entropy/attend": pytest.approx(expected, rel=1e-5)}
+    assert monitor.latest == ({} if saw_none else entropies)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,7 +19,7 @@ from transformers import Trainer
 from scio_recorder import FlowError, NonFiniteError, Recorder, open_recording
 from scio_recorder.errors import ArgumentError
 from scio_recorder.integrations import lightning, transformers
-from tests.integrations.trainings import hooks, quiet_arguments
+from tests.integrations.trainings import hooks, quiet_arguments, quiet_trainer
 
 # Lightning's advice on loops of validation and the like.
 pytestmark = pytest.mark.filterwarnings(
@@ -58,16 +57,8 @@ class Model(LightningModule):
 
 
 def fit_by_lightning(model: Model, callback: Any, folder: Path, **options: Any) -> None:
-    LightningTrainer(
-        callbacks=[callback],
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        **options,
-    ).fit(model, DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4))
+    data = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4)
+    quiet_trainer(callback, **options).fit(model, data)
 
 
 def fit_by_transformers(model: Model, callback: Any, folder: Path, **options: Any) -> None:

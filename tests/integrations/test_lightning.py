@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, SelectorTypeError
 from scio_recorder.integrations.lightning import LayerStatsMonitor
-from tests.integrations.trainings import by_hand, hooks, scalars_by_hand
+from tests.integrations.trainings import by_hand, hooks, quiet_trainer, scalars_by_hand
 
 # Lightning's advice on loops of validation and the like.
 pytestmark = pytest.mark.filterwarnings(
@@ -66,16 +66,10 @@ def loader(data: Tensor) -> DataLoader[Any]:
 def trainer(tmp_path: Path, *callbacks: Any, **options: Any) -> Trainer:
     defaults: dict[str, Any] = {
         "logger": CSVLogger(str(tmp_path), version="log"),
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
         "log_every_n_steps": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
         "default_root_dir": str(tmp_path),
     }
-    return Trainer(callbacks=list(callbacks), **(defaults | options))
+    return quiet_trainer(*callbacks, **(defaults | options))
 
 
 def rows(tmp_path: Path) -> list[dict[str, str]]:
@@ -126,6 +120,10 @@ def test_every_step_is_as_by_hand(accumulate: int, data: Tensor, tmp_path: Path)
     for row, step in zip(logged, expected, strict=True):
         assert_same(row, step)
     assert [int(row["step"]) for row in logged] == list(range(6 // accumulate))
+    assert set(monitor.latest) == set(expected[-1])
+    assert not hooks(model)
+    assert not monitor._observer._modules
+    assert not monitor._observer._running
 
 
 class TwoOptimizers(Model):
@@ -207,17 +205,6 @@ def test_training_is_bit_for_bit_the_same(data: Tensor, tmp_path: Path) -> None:
     trainer(tmp_path / "seen", LayerStatsMonitor()).fit(model, loader(data), loader(data))
     for one, other in zip(bare.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.campaign
-def test_no_trace_after_fitting(data: Tensor, tmp_path: Path) -> None:
-    model = Model()
-    monitor = LayerStatsMonitor()
-    trainer(tmp_path, monitor).fit(model, loader(data), loader(data))
-    assert hooks(model) == 0
-    assert not monitor._observer._modules
-    assert not monitor._observer._running
-    assert set(monitor.latest) == set(rows(tmp_path)[-1]) - {"step", "epoch"}
 
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(3, marks=pytest.mark.campaign)])
@@ -308,27 +295,21 @@ def test_nan_is_counted_and_training_goes_on(data: Tensor, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("selectors", "names"),
+    ("selectors_of", "names"),
     [
-        (("encoder.*",), {"encoder.0", "encoder.1"}),
-        ((nn.Linear, "act"), {"encoder.0", "head", "act"}),
-        (("",), {"Model"}),
-        ((), {"encoder.0", "encoder.1", "head", "act"}),
+        (lambda model: ("encoder.*",), {"encoder.0", "encoder.1"}),
+        (lambda model: (nn.Linear, "act"), {"encoder.0", "head", "act"}),
+        (lambda model: ("",), {"Model"}),
+        (lambda model: (), {"encoder.0", "encoder.1", "head", "act"}),
+        (lambda model: (model.head, re.compile(r"^enc.*1$")), {"head", "encoder.1"}),
     ],
 )
 @pytest.mark.campaign
-def test_selectors(selectors: Any, names: set[str], data: Tensor, tmp_path: Path) -> None:
-    monitor = LayerStatsMonitor(*selectors, statistics="mean", gradients=False)
-    trainer(tmp_path, monitor).fit(Model(), loader(data))
-    assert {key.partition("/")[2] for key in monitor.latest} == names
-
-
-@pytest.mark.campaign
-def test_chosen_by_pattern_and_by_module(data: Tensor, tmp_path: Path) -> None:
+def test_selectors(selectors_of: Any, names: set[str], data: Tensor, tmp_path: Path) -> None:
     model = Model()
-    monitor = LayerStatsMonitor(model.head, re.compile(r"^enc.*1$"), gradients=False)
+    monitor = LayerStatsMonitor(*selectors_of(model), statistics="mean", gradients=False)
     trainer(tmp_path, monitor).fit(model, loader(data))
-    assert {key.partition("/")[2] for key in monitor.latest} == {"head", "encoder.1"}
+    assert {key.partition("/")[2] for key in monitor.latest} == names
 
 
 @pytest.mark.parametrize(
@@ -347,19 +328,18 @@ def test_slips_are_noticed_when_fitting_starts(
         trainer(tmp_path, LayerStatsMonitor(selector)).fit(Model(), loader(data))
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, "3", True])
-def test_only_whole_numbers_of_steps(every: Any) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(f"every_n_steps={every!r}: give")):
-        LayerStatsMonitor(every_n_steps=every)
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ArgumentError, match=r"'median'.*'zeros'"):
-        LayerStatsMonitor(statistics=["median"])
-    with pytest.raises(ArgumentError, match=r"None.*'zeros'"):
-        LayerStatsMonitor(statistics=None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="gradients='no': write True or False"):
-        LayerStatsMonitor(gradients="no")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"every_n_steps": n}, f"every_n_steps={n!r}: give") for n in (0, -1, 1.5, "3", True)),
+        ({"statistics": ["median"]}, r"'median'.*'zeros'"),
+        ({"statistics": None}, r"None.*'zeros'"),
+        ({"gradients": "no"}, "gradients='no': write True or False"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        LayerStatsMonitor(**options)
 
 
 @pytest.mark.campaign

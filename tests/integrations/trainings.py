@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.pytorch import Trainer as LightningTrainer
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
@@ -21,6 +22,20 @@ def quiet_arguments(folder: Path, **options: Any) -> TrainingArguments:
         "use_cpu": True,
     }
     return TrainingArguments(str(folder), **(defaults | options))
+
+
+def quiet_trainer(*callbacks: Any, **options: Any) -> LightningTrainer:
+    """Return Lightning's trainer of one epoch that writes nothing."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    return LightningTrainer(callbacks=list(callbacks), **(defaults | options))
 
 
 def by_hand(*parts: Tensor) -> dict[str, float]:

@@ -71,14 +71,6 @@ def test_no_range_in_the_first_batch(value: float) -> None:
         Histogram(3).update(torch.full((2,), value))
 
 
-def test_nan_is_refused_and_leaves_the_state_as_it_was() -> None:
-    histogram = Histogram(1, range=(0.0, 1.0))
-    histogram.update(torch.zeros(2))
-    with pytest.raises(CollectError, match=r"1 nan among 3 values.*transform="):
-        histogram.update(torch.tensor([0.5, torch.nan, 0.5]))
-    assert histogram.compute().counts.tolist() == [2]
-
-
 @pytest.mark.parametrize("range_", [(1.0, 1.0), (2.0, 1.0), (0.0, float("inf")), 10, (1.0,)])
 def test_impossible_ranges(range_: Any) -> None:
     with pytest.raises(CollectError, match="low < high"):

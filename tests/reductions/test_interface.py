@@ -399,6 +399,16 @@ def test_nan_and_infinity_as_in_torch(make: Any, odd: float) -> None:
         torch.testing.assert_close(result, exact, equal_nan=True)
 
 
+@pytest.mark.parametrize("make", [lambda: Histogram(1, (0.0, 1.0)), lambda: Quantiles(0.5)])
+def test_nan_is_refused_and_leaves_the_state_as_it_was(make: Any) -> None:
+    reduction, expected = make(), make()
+    for each in (reduction, expected):
+        each.update(torch.zeros(2))
+    with pytest.raises(CollectError, match=r"2 nan among 4 values.*transform="):
+        reduction.update(torch.tensor([1.0, torch.nan, torch.nan, 0.5]))
+    assert_same(reduction.compute(), expected.compute())
+
+
 def test_one_sample_has_no_variance() -> None:
     moments = Moments()
     moments.update(torch.ones(1, 2))
