@@ -66,9 +66,13 @@ class _Memory(mmap.mmap):
 
     registered = 0
 
-    def __del__(self) -> None:
+    def forget(self) -> None:
+        """Have the driver forget it."""
         if self.registered:
             _driver().cudaHostUnregister(self.registered)
+            self.registered = 0
+
+    __del__ = forget
 
 
 class HostBuffer(DeviceBuffer):
@@ -112,9 +116,11 @@ class HostBuffer(DeviceBuffer):
         """
         if num_bytes > self.num_bytes:
             self._grow(num_bytes)
-        raw = self.first(self.num_bytes)
-        if self.pinned and self._memory is not None and not self._memory.registered:
-            self._register(raw)
+        raw, memory = self.first(self.num_bytes), self._memory
+        if self.pinned and memory is not None and not memory.registered:
+            status = _driver().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)
+            # Without registration, copies are slower but right: each waits for its end.
+            memory.registered = 0 if int(status) else raw.data_ptr()
         return raw
 
     def prepare(self, num_bytes: int) -> int:
@@ -154,26 +160,14 @@ class HostBuffer(DeviceBuffer):
         if old is None:
             self._memory = _map(num_bytes)
             return
-        self._unregister()
+        if old.registered:
+            torch.cuda.synchronize()
+            old.forget()
         try:
             old.resize(num_bytes)
         except (OSError, OverflowError, SystemError, ValueError):
             self._memory = _map(num_bytes)
             self._memory[: len(old)] = old[:]
-
-    def _register(self, raw: Tensor) -> None:
-        assert self._memory is not None
-        status = _driver().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)
-        # Without registration, copies are slower but right: each waits for its end.
-        if int(status) == 0:
-            self._memory.registered = raw.data_ptr()
-
-    def _unregister(self) -> None:
-        memory = self._memory
-        if memory is not None and memory.registered:
-            torch.cuda.synchronize()
-            _driver().cudaHostUnregister(memory.registered)
-            memory.registered = 0
 
 
 def _map(num_bytes: int) -> _Memory:

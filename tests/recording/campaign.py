@@ -13,7 +13,6 @@ import random
 import shutil
 import signal
 import statistics
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,8 @@ from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.files import RunWriter, holds_recording
 from tests.recording.nets import batches, expected, recorder
-from tests.stores.disk_format.runs import calls_of, intercepted
+from tests.stores.disk_format import runs
+from tests.stores.disk_format.runs import calls_of
 
 
 class Job:
@@ -93,33 +93,21 @@ def in_child(
 
     ``meanwhile`` is given the process and a pipe, and returns the reports that it has read.
     """
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            report_to(writing)
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writing)
-    reports = meanwhile(child, reading)
-    _, status = os.waitpid(child, 0)
-    with open(reading, "rb") as stream:
-        reports += stream.read()
-    durable = struct.unpack("q", reports[-8:])[0] if reports else 0
-    return durable, os.waitstatus_to_exitcode(status)
+    return runs.in_child(reporting(work), meanwhile)
 
 
-def report_to(descriptor: int) -> None:
+def reporting(work: Callable[[], object]) -> Callable[[runs.Reports], object]:
     append = RunWriter.append
 
-    def reporting(self: RunWriter, *arguments: Any, **keywords: Any) -> None:
-        append(self, *arguments, **keywords)
-        os.write(descriptor, struct.pack("q", self.durable))
+    def call(reports: runs.Reports) -> None:
+        def append_and_report(self: RunWriter, *arguments: Any, **keywords: Any) -> None:
+            append(self, *arguments, **keywords)
+            reports.append(self.durable)
 
-    RunWriter.append = reporting  # type: ignore[method-assign]
+        RunWriter.append = append_and_report  # type: ignore[method-assign]
+        work()
+
+    return call
 
 
 def finish(job: Job, path: Path) -> None:
@@ -198,19 +186,7 @@ def at_every_call_of_a_resume(folder: Path, count: int) -> None:
 
 
 def killed_at(job: Job, path: Path, target: int) -> int:
-    def act(number: int, name: str, go_on: Any, arguments: Any) -> Any:
-        if number == target:
-            if name == "write":
-                os.pwrite(arguments[0], arguments[1][: len(arguments[1]) // 2], arguments[2])
-            os._exit(9)
-        return go_on()
-
-    def work() -> None:
-        with intercepted(act):
-            job.collect(path)
-
-    durable, status = in_child(work)
-    assert status == 9
+    durable = runs.killed_at(target, reporting(lambda: job.collect(path)), torn=True)
     try:
         found = job.check(path)
     except RecordingError as error:

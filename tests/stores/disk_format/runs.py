@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import struct
+import warnings
 from contextlib import contextmanager
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any
@@ -157,3 +160,66 @@ def calls_of(work: Callable[[], object]) -> list[str]:
     with intercepted(act):
         work()
     return names
+
+
+class Reports(list[int]):
+    """Passes every count that is reported durable on to the parent process at once."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self.descriptor = descriptor
+
+    def append(self, count: int) -> None:
+        os.write(self.descriptor, struct.pack("q", count))
+
+
+def in_child(
+    work: Callable[[Reports], object],
+    meanwhile: Callable[[int, int], bytes] = lambda child, reading: b"",
+) -> tuple[int, int]:
+    """Run ``work`` in a forked process; return its last report and its exit status.
+
+    ``meanwhile`` is given the process and a pipe, and returns the reports that it has read.
+    """
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        # Forking a process with threads may deadlock in code that takes their locks; the child
+        # works on tensors of a few bytes, for which torch starts none.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work(Reports(writing))
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writing)
+    reports = meanwhile(child, reading)
+    _, status = os.waitpid(child, 0)
+    with open(reading, "rb") as stream:
+        reports += stream.read()
+    durable = struct.unpack("q", reports[-8:])[0] if reports else 0
+    return durable, os.waitstatus_to_exitcode(status)
+
+
+def killed_at(target: int, work: Callable[[Reports], object], *, torn: bool = False) -> int:
+    """Run ``work`` in a process that ends at a system call; return its last report.
+
+    If it is to be ``torn`` and the call writes, half is written.
+    """
+
+    def act(number: int, name: str, go_on: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
+        if number == target:
+            if torn and name == "write":
+                os.pwrite(arguments[0], arguments[1][: len(arguments[1]) // 2], arguments[2])
+            os._exit(9)
+        return go_on()
+
+    def dying(reports: Reports) -> None:
+        with intercepted(act):
+            work(reports)
+
+    durable, status = in_child(dying)
+    assert status == 9
+    return durable

@@ -14,15 +14,13 @@ from scio_recorder.stores.disk_format.medium import FormatError
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.tensor_file import TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter
+from tests.stores.disk_format import test_kept, test_rows
 from tests.stores.disk_format.runs import (
     NUM_SAMPLES,
     check_complete,
     check_contents,
     finish_and_check,
     make_run,
-    rows,
-    start,
-    write_rest,
 )
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
@@ -81,6 +79,31 @@ def test_a_flip_in_any_byte(run, name, step):
             assert not survives(run, file), f"bit {bit} of byte {position} went unnoticed"
             flip(file, position, 1 << bit)
     assert survives(run, file)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("room", [test_rows, test_kept], ids=["rows", "kept batches"])
+def test_damage_of_rows_and_of_what_is_kept_of_batches(tmp_path, room):
+    run = tmp_path / "run"
+    room.write(run)
+    file = run / f"{CHUNK}1.safetensors"
+    whole = file.read_bytes()
+    # The header's padding included.
+    for position in [*range(0, len(whole) - 250, 37), *range(len(whole) - 250, len(whole))]:
+        flip(file, position, 1 << position % 8)
+        with pytest.raises(FormatError, match=r"00000001\.safetensors is damaged"):
+            RunReader(run, verify=True)
+        if position >= len(whole) - 60:
+            with RunReader(run) as reader, pytest.raises(FormatError, match="damaged"):
+                room.check(reader)
+        flip(file, position, 1 << position % 8)
+    for size in (0, 8, 4096, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(FormatError, match="damaged"):
+            RunReader(run)
+    file.unlink()
+    with pytest.raises(FormatError, match="No such file"):
+        RunReader(run)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -156,12 +179,21 @@ def test_a_file_of_another_recording(run, tmp_path, name):
         check_contents(run)
 
 
-def test_a_chunk_that_is_replaced_while_it_is_read(run, tmp_path):
-    # As it could be written again by a run that was resumed from an older copy.
-    make_run(tmp_path / "other", finish=False)
+@pytest.mark.parametrize(
+    "change",
+    [
+        # As it could be written again by a run that was resumed from an older copy.
+        lambda file, other: shutil.copy(make_run(other, finish=False) / file.name, file),
+        lambda file, other: os.truncate(file, 4096),
+    ],
+    ids=["replaced", "cut short"],
+)
+def test_a_chunk_that_changes_while_it_is_read(run, tmp_path, change):
+    file = find(run, f"{CHUNK}0.safetensors")
     with RunReader(run) as reader:
-        shutil.copy(find(tmp_path / "other", f"{CHUNK}0.safetensors"), run)
-        with pytest.raises(FormatError, match="was replaced since it was opened"):
+        reader.read("1-1", 0, 1)
+        change(file, tmp_path / "other")
+        with pytest.raises(FormatError, match=r"0000\.safetensors was replaced since"):
             reader.read("1-1", 0, 3)
 
 
@@ -169,25 +201,16 @@ def test_a_chunk_too_many(run):
     extra = run / f"{CHUNK}9.safetensors"
     shutil.copy(find(run, f"{CHUNK}2.safetensors"), extra)
     if (run / MANIFEST).exists():
-        # A commit behind the manifest never counted.
+        # Whoever put a commit behind the manifest had lost the right, and never reported it.
         assert check_contents(run) == NUM_SAMPLES
+        extra.rename(run / f"{CHUNK}3.safetensors")
+        check_complete(run)
         return
     with pytest.raises(FormatError, match=r"00000003\.safetensors: No such file"):
         RunReader(run)
     extra.rename(run / f"{CHUNK}3.safetensors")
     with pytest.raises(FormatError, match=r"00000003\.safetensors.*does not belong here"):
         RunReader(run)
-
-
-def test_a_commit_behind_the_manifest(tmp_path):
-    run = make_run(tmp_path / "run", finish=False)
-    shutil.copytree(run, tmp_path / "finished")
-    write_rest(tmp_path / "finished", [])
-    with start(run) as writer:
-        writer.append(rows(9, 10), [9])
-    shutil.copy(run / f"{CHUNK}3.safetensors", tmp_path / "finished")
-    # Whoever put it had lost the right to do so, and never reported it durable.
-    check_complete(tmp_path / "finished")
 
 
 def test_a_rank_too_many(run):
@@ -227,12 +250,3 @@ def flip(file: Path, position: int, bit: int) -> None:
         (value,) = stream.read(1)
         stream.seek(position)
         stream.write(bytes([value ^ bit]))
-
-
-def test_a_file_cut_short_while_it_is_mapped(run):
-    file = find(run, f"{CHUNK}0.safetensors")
-    with RunReader(run) as reader:
-        reader.read("1-1", 0, 1)
-        os.truncate(file, 4096)
-        with pytest.raises(FormatError, match="chunk-00000-00000000"):
-            reader.read("1-1", 0, 3)

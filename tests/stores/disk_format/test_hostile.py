@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -18,9 +17,11 @@ from scio_recorder.stores.disk_format.medium import FormatError
 from scio_recorder.stores.disk_format.reader import Packed, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import (
+    compact,
     put_together,
     read_run,
     read_state,
+    rewrite,
     seal,
     take_apart,
     unseal,
@@ -57,12 +58,7 @@ def test_a_reader_written_from_the_specification_agrees(tmp_path):
 
 
 def described(change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    def apply(run: Path) -> None:
-        file = run / "recording.safetensors"
-        content = unseal(file.read_bytes())
-        file.write_bytes(seal(json.dumps(change(content) or content).encode()))
-
-    return apply
+    return lambda run: rewrite(run / "recording.safetensors", change)
 
 
 def sealed(text: str) -> Callable[[Path], None]:
@@ -70,15 +66,7 @@ def sealed(text: str) -> Callable[[Path], None]:
 
 
 def committed(number: int, change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """Change what a chunk says; its checksums are right again."""
-
-    def apply(run: Path) -> None:
-        file = run / f"{CHUNK}{number}.safetensors"
-        parts = take_apart(file.read_bytes())
-        changed = change(parts.content) or parts.content
-        file.write_bytes(put_together(parts._replace(content=changed)))
-
-    return apply
+    return lambda run: rewrite(run / f"{CHUNK}{number}.safetensors", change)
 
 
 def said(text: bytes) -> Callable[[Path], None]:
@@ -110,7 +98,8 @@ def listed(change: Callable[[Any], Any]) -> Callable[[Path], None]:
         file = run / "manifest-00000.safetensors"
         content = unseal((run.parents[1] / "honest" / "run" / file.name).read_bytes())
         content["run"] = unseal((run / "recording.safetensors").read_bytes())["run"]
-        file.write_bytes(seal(json.dumps(change(content) or content).encode()))
+        change(content)
+        file.write_bytes(seal(compact(content)))
 
     return apply
 
@@ -155,7 +144,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "not an object": sealed("[1]"),
     "other version": described(put("version", 3)),
     "version as truth": described(put("version", True)),
-    "no layers": described(lambda content: content.pop("layers") and None),
+    "no layers": described(lambda content: content.pop("layers")),
     "layers as text": described(put("layers", "abc")),
     "unknown dtype": described(put("layers", [["1-1", {"dtype": "object", "shape": [3]}]])),
     "negative shape": described(put("layers", [["1-1", {"dtype": "int8", "shape": [-3]}]])),
@@ -176,7 +165,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "other rank": committed(0, put("rank", 1)),
     "lost samples": committed(0, put("samples_before", 7)),
     "other number": committed(1, put("number", 2)),
-    "no number": committed(1, lambda content: content.pop("number") and None),
+    "no number": committed(1, lambda content: content.pop("number")),
     "tensors of other shape": committed(
         1, lambda content: content["tensors"][0][1].update(shape=[9])
     ),
@@ -206,8 +195,8 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "state without a value": committed(2, put("state", {"file": None})),
     "state that is not there": committed(2, put("file", "0" * 16, "state")),
     "listed with fewer": listed(put("samples", 3)),
-    "listed with more": listed(lambda content: content["chunks"].append("0" * 16) and None),
-    "listed endlessly": listed(put("chunks", ["0" * 16] * 1_000_000)),
+    "listed with more": listed(lambda content: content["chunks"].append("0" * 16)),
+    "listed endlessly": listed(put("chunks", ["0" * 16] * 700_000)),
     "listed as text": listed(put("chunks", "abc")),
 }
 

@@ -12,9 +12,7 @@ import random
 import shutil
 import signal
 import stat
-import struct
 import time
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,59 +21,21 @@ from scio_recorder.stores.disk_format.description import holds_recording
 from scio_recorder.stores.disk_format.reader import Packed, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import (
+    Reports,
     calls_of,
     check_contents,
     finish_and_check,
+    in_child,
     intercepted,
+    killed_at,
     write_rest,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 CAMPAIGN = pytest.mark.campaign
 NUM_KILLS = 2000 if os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0" else 20
-
-
-class Reports(list[int]):
-    """Passes every count that is reported durable on to the parent process at once."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__()
-        self.descriptor = descriptor
-
-    def append(self, count: int) -> None:
-        os.write(self.descriptor, struct.pack("q", count))
-
-
-def in_child(
-    work: Callable[[Reports], None], meanwhile: Callable[[int, int], bytes]
-) -> tuple[int, int]:
-    """Run ``work`` in a forked process; return its last report and its exit status.
-
-    ``meanwhile`` is given the process and a pipe, and returns the reports that it has read.
-    """
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        # Forking a process with threads may deadlock in code that takes their locks; the child
-        # works on tensors of a few bytes, for which torch starts none.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work(Reports(writing))
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writing)
-    reports = meanwhile(child, reading)
-    _, wait_status = os.waitpid(child, 0)
-    with open(reading, "rb") as stream:
-        reports += stream.read()
-    last = struct.unpack("q", reports[-8:])[0] if reports else 0
-    return last, wait_status
 
 
 @pytest.mark.parametrize(
@@ -88,20 +48,7 @@ def test_killed_at_every_system_call(tmp_path, torn, step):
     assert names.count("write") > 10
     for target in [i for i, name in enumerate(names) if name == "write" or not torn][::step]:
         path = tmp_path / str(target)
-
-        def act(number: int, name: str, go_on: Any, arguments: Any, target: int = target) -> Any:
-            if number == target:
-                if torn:
-                    os.pwrite(arguments[0], arguments[1][: len(arguments[1]) // 2], arguments[2])
-                os._exit(9)
-            return go_on()
-
-        def work(reports: Reports, path: Path = path, act: Any = act) -> None:
-            with intercepted(act):
-                write_rest(path, reports)
-
-        durable, status = in_child(work, lambda child, reading: b"")
-        assert os.waitstatus_to_exitcode(status) == 9
+        durable = killed_at(target, lambda reports, path=path: write_rest(path, reports), torn=torn)
         survived(path, durable)
         shutil.rmtree(path, ignore_errors=True)
 
@@ -125,13 +72,13 @@ def test_killed_at_random_instants(tmp_path):
             return b"".join(reports)
 
         durable, status = in_child(work, kill)
-        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+        assert status == -signal.SIGKILL
         if holds_recording(path):
             first = check_contents(path)
             assert first >= durable
             # A second writer goes on and is killed as well.
             durable, status = in_child(work, kill)
-            assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+            assert status == -signal.SIGKILL
             counts.append(check_contents(path))
             assert counts[-1] >= max(first, durable)
         shutil.rmtree(path, ignore_errors=True)

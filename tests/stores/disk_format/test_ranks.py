@@ -20,9 +20,8 @@ from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.tensor_file import TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.workers.leases import Lease
-from tests.stores.disk_format.runs import calls_of, intercepted
+from tests.stores.disk_format.runs import calls_of, intercepted, killed_at
 from tests.stores.disk_format.test_faults import failing, problem_of
-from tests.stores.disk_format.test_kills import Reports, in_child
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,18 +71,7 @@ def test_killed_at_every_system_call(tmp_path, is_joining):
     assert total > 30
     for target in range(total):
         path = prepared(tmp_path / str(target))
-
-        def act(number: int, name: str, go_on: Any, arguments: Any, target: int = target) -> Any:
-            if number == target:
-                os._exit(9)
-            return go_on()
-
-        def work(reports: Reports, path: Path = path, act: Any = act) -> None:
-            with intercepted(act):
-                fill(path, 1)
-
-        _, status = in_child(work, lambda child, reading: b"")
-        assert os.waitstatus_to_exitcode(status) == 9
+        killed_at(target, lambda reports, path=path: fill(path, 1))
         fill(path, 0)
         fill(path, 1)
         check(path)
@@ -102,25 +90,6 @@ def test_any_call_failing(tmp_path, code):
         fill(path, 0)
         fill(path, 1)
         check(path)
-
-
-def test_another_description_is_refused(tmp_path):
-    with begin(tmp_path, 1) as writer:
-        writer.append({"x": torch.tensor([1])}, [1])
-    with pytest.raises(FormatError, match="world_size is 2 there and 3 here"):
-        RunWriter.create(tmp_path, layers=LAYERS, header={}, world_size=3)
-    with pytest.raises(FormatError, match="other settings"):
-        RunWriter.create(tmp_path, layers=LAYERS, header={"a": 1}, world_size=2)
-    with pytest.raises(FormatError, match="already holds samples of rank 1"):
-        begin(tmp_path, 1)
-    with pytest.raises(FormatError, match="there is no 2"):
-        begin(tmp_path, 2)
-
-
-def test_a_folder_of_somebody_else_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(FormatError, match="not empty"):
-        begin(tmp_path, 1)
 
 
 @pytest.mark.parametrize("has_finished", [False, True])
@@ -208,14 +177,7 @@ def test_of_two_who_create_at_once_the_second_joins(tmp_path):
     for target in range(total):
         path = tmp_path / str(target)
 
-        def act(
-            number: int,
-            name: str,
-            go_on: Any,
-            arguments: Any,
-            target: int = target,
-            path: Path = path,
-        ) -> Any:
+        def act(number, name, go_on, arguments, target=target, path=path):
             if number == target:
                 fill(path, 1)
             return go_on()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scio_recorder.stores.disk_format.reader import RunReader
 from scio_recorder.stores.disk_format.tensor_file import TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter
-from tests.stores.disk_format.runs import LAYERS, check_complete, make_run, rows, state_after
+from tests.stores.disk_format.runs import LAYERS, make_run, rows, state_after
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32),
@@ -179,7 +179,3 @@ def test_an_empty_recording_can_be_complete(tmp_path):
         assert reader.num_samples == 0
         assert reader.read("1-1", 0, 0).shape == (0, 3)
         assert reader.read_state() is None
-
-
-def test_a_whole_small_recording(tmp_path):
-    check_complete(make_run(tmp_path / "run"))
