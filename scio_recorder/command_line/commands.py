@@ -38,7 +38,6 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.recorder.recorder import Recorder
 from scio_recorder.recording import open_recording
 from scio_recorder.recording.feed import Feed
-from scio_recorder.recording.recording import opened
 from scio_recorder.recording.settings import in_words
 from scio_recorder.stores.disk_format.description import is_url
 from scio_recorder.stores.files import RunReader, medium_at
@@ -164,9 +163,7 @@ def verify(parsed: Namespace, console: Console) -> None:
         damaged = [report.problem for report in reports if report.problem is not None]
         if damaged:
             raise RecordingError("; ".join(damaged))
-        # Until shards are put together, each of them has the ids of all processes.
-        is_of_a_net = "architecture" in reader.header
-        repeated = opened(reader, {}).sample_ids.repeated() if is_of_a_net else None
+        repeated = reader.sample_ids.repeated()
     if repeated is not None:
         raise RecordingError(f"every checksum is right, but two samples have the id {repeated!r}")
     num_bytes = sum(report.num_bytes for report in reports)

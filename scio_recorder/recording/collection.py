@@ -180,7 +180,8 @@ class Collection:
                 f"store=None keeps only reductions, but there is none for {named}: give "
                 'reduce=, or a store such as "host"'
             )
-        if store.is_shared and not (self.feed.has_ids or layers.has_shards):
+        layers.refuse_shards()
+        if store.is_shared and not self.feed.has_ids:
             check_copies(architecture, layers.recording, store)
             raise CollectError(
                 "each process sees samples of its own, and a running index would give different "
@@ -351,6 +352,8 @@ class OpenCollection:
 
     def _commit(self, batch: Batch, sink: CollectSink) -> None:
         """Count a pass, which has succeeded."""
+        # The first pass shows which layers return shards.
+        self.layers.refuse_shards()
         if batch.rounding:
             self._sinks.count(batch)
         calls = None
@@ -465,9 +468,9 @@ def go_through(
             opened.abandon()
             raise
     recording = opened.finish()
-    # Ids of parts are compared when these are put together, and shards have the same samples.
+    # Ids of parts are compared when these are put together.
     is_of_ranks = opened.is_shared and collection.feed.part is None
-    if is_of_ranks and recording.path is not None and not collection.layers.has_shards:
+    if is_of_ranks and recording.path is not None:
         check_ids_of_all(recording.path)
     return recording
 

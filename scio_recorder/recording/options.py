@@ -323,10 +323,18 @@ class LayerOptions:
         lists = (each if isinstance(each, list) else [each] for each in self.reductions.values())
         return any(reduction.keeps_rows for reductions in lists for reduction in reductions)
 
-    @property
-    def has_shards(self) -> bool:
-        """Whether processes see the same samples, as far as is known, and layers return shards."""
-        return any(self.architecture[label].shard is not None for label in self.recording)
+    def refuse_shards(self) -> None:
+        """Refuse layers of which each process has only a shard, as far as is known."""
+        if self.architecture.num_sharing == 1:
+            return
+        layers = [self.architecture[label] for label in self.recording]
+        sharded = [layer for layer in layers if layer.shard is not None]
+        if sharded:
+            raise CollectError(
+                f"{few(sharded, 3)}: each process has only a shard of the output, and collect "
+                "takes whole outputs: let the layer return a DTensor, which is gathered "
+                "(use_local_output=False), or record a layer that returns the whole"
+            )
 
     def settings(self, net: nn.Module) -> dict[str, Any]:
         """Return, as JSON, all that decides the values besides the data and the architecture.

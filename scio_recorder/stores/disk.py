@@ -223,7 +223,7 @@ class DiskWriter(StoreWriter):
         self._thread = ThreadPoolExecutor(1, "scio-disk")
         self._pending: Future[None] | None = None
         self._found: Mapping[str, TensorInfo] | None = None
-        check_shards(self._architecture, self._settings, store)
+        check_copies(self._architecture, self._settings["layers"], store)
         if holds_recording(store.path):
             self._go_on(job.resume)
         elif is_url(store.path) and not store.is_part:
@@ -252,7 +252,7 @@ class DiskWriter(StoreWriter):
         if self._pending is not None and self._pending.done():
             self._wait()
         if not self._committed_at:
-            check_shards(self._architecture, self._settings, self._store)
+            check_copies(self._architecture, self._settings["layers"], self._store)
             self._committed_at = time.monotonic()
         self._staged.append(ids)
         num_bytes = self.start * self.row_bytes + self.calls.num_bytes
@@ -409,61 +409,12 @@ def _name_in_chunk(key: RowIdx | str) -> str:
     return row_column(key) if isinstance(key, str) else text_of(key)
 
 
-def check_shards(architecture: Architecture, settings: dict[str, Any], store: Disk) -> None:
-    """Refuse to write shards that could not be put together again.
-
-    Call it before all passes, and once the first pass has shown which layers are shards. The first
-    chunk would be too late: processes write it at different times, so one would leave others in a
-    pass.
-
-    Parameters
-    ----------
-    architecture : Architecture
-        The labelled net.
-    settings : dict
-        The settings of the recording.
-    store : Disk
-        Knows the rank that writes, and the number of ranks.
-
-    Raises
-    ------
-    CollectError
-        A layer is a shard, and the arrangement of the ranks' shards can't be known. Or no layer is
-        a shard, and several ranks would write the same rows.
-    """
-    if not store.is_shared:
-        return
-    check_copies(architecture, settings["layers"], store)
-    layers = [architecture[name] for name in settings["layers"]]
-    place = None if store.is_part else (store.rank, store.world_size)
-    for layer in layers:
-        shard, name = layer.shard, str(layer.label)
-        if isinstance(layer, Operation) and architecture.num_sharing > 1:
-            raise CollectError(
-                f"{layer} is inside a net whose layers are spread over processes, so it can't be "
-                "known which part of its output this one has: record layers"
-            )
-        if shard is None:
-            continue
-        changed = name in settings["transforms"] or name in settings["reductions"]
-        problem = None
-        if shard.dim is None:
-            problem = "such shards can't be put together: record the layer that makes it"
-        elif shard.dim == 0:
-            problem = "dimension 0 counts samples: collect it in each process by itself"
-        elif (shard.index, shard.count) != place:
-            problem = (
-                f"this process writes part {store.rank} of {store.world_size}: write as many parts "
-                "as there are shards, each with its index as rank="
-            )
-        elif changed or settings["inputs"]:
-            problem = "transform=, reduce= and inputs=True work on shards alone: leave them out"
-        if problem is not None:
-            raise CollectError(f"layer {layer} returns {shard}, and {problem}")
-
-
 def check_copies(architecture: Architecture, layers: Iterable[RowIdx | str], store: Any) -> None:
-    """Refuse to write the same rows in several ranks: all of them have all of these layers.
+    """Refuse to write what several processes have, or may have, into a store that they share.
+
+    Call it before all passes, and once the first pass has shown which processes see the same
+    samples. The first chunk would be too late: processes write it at different times, so one would
+    leave others in a pass.
 
     Parameters
     ----------
@@ -477,12 +428,19 @@ def check_copies(architecture: Architecture, layers: Iterable[RowIdx | str], sto
     Raises
     ------
     CollectError
-        As many ranks write as there are processes, and some of these see the same samples.
+        As many ranks write as there are processes, and some of these see the same samples. Or an
+        operation is recorded there, whose output may be a shard.
     """
     count = architecture.num_sharing
-    if not store.is_shared or any(architecture[layer].shard for layer in layers):
+    if not store.is_shared or count == 1:
         return
-    if count > 1 and store.world_size * count > torch.distributed.get_world_size():
+    for layer in map(architecture.__getitem__, layers):
+        if isinstance(layer, Operation):
+            raise CollectError(
+                f"{layer} is inside a net whose layers are spread over processes, so it can't be "
+                "known which part of its output this one has: record layers"
+            )
+    if store.world_size * count > torch.distributed.get_world_size():
         raise CollectError(
             f"{count} processes of this net see the same samples and have all of these layers, so "
             f"that there would be {count} of each row: let one of them write, as in "

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.layer import Layer
+from scio_recorder.errors import RecordingError
+from scio_recorder.layer import few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.disk_format.description import row_column
 from scio_recorder.stores.disk_format.medium import for_each
 from scio_recorder.stores.disk_format.reader import RowReader
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, empty_bytes, expect
-from scio_recorder.stores.files import JoinedReader, RunReader
+from scio_recorder.stores.files import RunReader
 from scio_recorder.stores.kept_inputs import Calls
 from scio_recorder.stores.store import Held
 from scio_recorder.tensors import private
@@ -177,43 +178,32 @@ def _loaded(value: Tensor) -> Tensor:
 
 def held_by(reader: RunReader, architecture: Architecture) -> Held:
     """Return the content of a recording on disk; its samples are read when they are used."""
-    whole = joined(reader, architecture)
-    values = {architecture.resolve(name): DiskTensor(whole, name) for name in whole.layers}
-    rows = {name: DiskTensor(whole, row_column(name)) for name in whole.rows or ()}
+    _refuse_shards(reader, architecture)
+    values = {architecture.resolve(name): DiskTensor(reader, name) for name in reader.layers}
+    rows = {name: DiskTensor(reader, row_column(name)) for name in reader.rows or ()}
     layers = reader.header.get("layers") if reader.header.get("inputs") is True else None
     calls = Calls(reader, architecture, layers if isinstance(layers, list) else [])
     return Held(
         values,
-        whole.sample_ids,
+        reader.sample_ids,
         calls,
         reader.complete,
         reader.path,
         rows,
-        None if whole.rows is None else whole.num_rows,
+        None if reader.rows is None else reader.num_rows,
         # Recordings of earlier versions don't know it.
         expect(reader.header.get("made_with", {}), dict),
     )
 
 
-def joined(reader: RunReader, architecture: Architecture) -> RunReader | JoinedReader:
-    """Return a reader that puts a recording's shards together, and remove their marks."""
+def _refuse_shards(reader: RunReader, architecture: Architecture) -> None:
+    """Refuse a recording of all shards of layers, which versions before 0.4 put side by side."""
+    # A process by itself keeps what it has.
     if reader.rank is not None or reader.world_size == 1:
-        # A process by itself keeps what it has, which may be a shard of any kind.
-        return reader
-    rows = [architecture[name] for name in reader.layers]
-    axes = {str(row.label): _axis(row) for row in rows if row.shard is not None}
-    if not axes:
-        return reader
-    for row in rows:
-        if row.shard is not None and row.shard.count != reader.world_size:
-            raise ValueError(f"layer {row} has {row.shard.count} shards, not {reader.world_size}")
-    made = JoinedReader(reader, axes)
-    architecture.mark(dict.fromkeys((row.label for row in rows), None))
-    return made
-
-
-def _axis(layer: Layer) -> int:
-    dim, shape = layer.shard and layer.shard.dim, layer.output_shape
-    if not dim or not isinstance(shape, tuple) or dim >= len(shape):
-        raise ValueError(f"layer {layer} is sharded along a dimension that it does not have")
-    return dim - len(shape)
+        return
+    sharded = [layer for name in reader.layers if (layer := architecture[name]).shard is not None]
+    if sharded:
+        raise RecordingError(
+            f"{reader.path}: each rank holds a shard of {few(sharded, 4)}, and this version does "
+            "not put shards together: open the recording with scio-recorder 0.3, and save() it"
+        )

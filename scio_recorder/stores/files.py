@@ -75,11 +75,6 @@ class RunReader(reader.RunReader):
     """Reads a recording; see the class of the format."""
 
 
-@_with_translated("__init__", "read_into")
-class JoinedReader(reader.JoinedReader):
-    """Reads the ranks of a recording side by side; see the class of the format."""
-
-
 @_with_translated("create", "resume", "append", "finish", "check_usable")
 class RunWriter(writer.RunWriter):
     """Writes a recording; see the class of the format."""

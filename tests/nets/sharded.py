@@ -28,6 +28,7 @@ from torch.torch_version import TorchVersion
 
 import scio_recorder
 from scio_recorder import (
+    CollectError,
     LabellingError,
     RecomputeError,
     Recorder,
@@ -485,22 +486,23 @@ KEPT_WHOLE = {
 
 
 def collect_on_a_grid(store: str) -> None:
-    """Two pairs of processes have other samples, and those of a pair other features of them."""
+    """Two pairs of processes have other samples, and those of a pair the same ones."""
     pair, place = divmod(dist.get_rank(), 2)
-    batches = torch.randn(2, 3, *SIZE, generator=torch.Generator().manual_seed(2))
+    batches = list(torch.randn(2, 3, *SIZE, generator=torch.Generator().manual_seed(2))[pair])
     rnet = Recorder(grid(make_net()), input_size=SIZE)
-    for names, places in ((("0", "1", "4"), 2), (("2",), 1)):
-        rnet.record(*names)
-        path = f"{store}-{pair}-{places}"
-        kept = Disk(path, rank=place, world_size=2) if places == 2 else Disk(path)
-        rnet.collect(list(batches[pair]), store="host" if place >= places else kept)
-        dist.barrier()
-        recording = open_recording(path, verify=True)
-        assert recording.complete
-        outputs = [truth_of(batch)[0] for batch in batches[pair]]
-        for name in names:
-            wanted = torch.cat([one[name].detach() for one in outputs])
-            torch.testing.assert_close(recording[name][:], wanted, rtol=1e-4, atol=1e-5)
+    rnet.record("2", "4")
+    path = f"{store}-{pair}"
+    rnet.collect(batches, store="host" if place else Disk(path))
+    dist.barrier()
+    recording = open_recording(path, verify=True)
+    assert recording.complete
+    outputs = [truth_of(batch)[0] for batch in batches]
+    for name in ("2", "4"):
+        wanted = torch.cat([output[name].detach() for output in outputs])
+        torch.testing.assert_close(recording[name][:], wanted, rtol=1e-4, atol=1e-5)
+    rnet.record("0")
+    with pytest.raises(CollectError, match="each process has only a shard"):
+        rnet.collect(batches)
 
 
 def main(rank: int, processes: int, store: str) -> None:

@@ -33,7 +33,7 @@ from scio_recorder.layer import text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.reductions import Covariance, Digest, Max, Mean, Moments
 from scio_recorder.stores import Disk, Host
-from scio_recorder.stores.disk import check_shards
+from scio_recorder.stores.disk import check_copies
 from scio_recorder.tensors.digests import sample_digests
 
 ROOT = Path(__file__).parents[2]
@@ -252,15 +252,14 @@ def test_processes_that_may_have_shards_share_no_store(tmp_path):
     architecture = text_recorder("h.0/add:1").architecture
     architecture.num_sharing = 2
     store = Disk(tmp_path, rank=0, world_size=2)
-    settings = {"layers": ["2-1/add:1"], "transforms": [], "reductions": {}, "inputs": False}
     with (
         patch("torch.distributed.get_world_size", lambda: 4),
         pytest.raises(CollectError, match=r"2-1/add:1 .* it can't be known which part"),
     ):
-        check_shards(architecture, settings, store)
-    check_shards(architecture, settings, Disk(tmp_path))
+        check_copies(architecture, ["2-1/add:1"], store)
+    check_copies(architecture, ["2-1/add:1"], Disk(tmp_path))
     architecture.num_sharing = 1
-    check_shards(architecture, settings, store)
+    check_copies(architecture, ["2-1/add:1"], store)
 
 
 def test_a_compiled_recorder_is_refused():

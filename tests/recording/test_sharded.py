@@ -16,6 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import is_available
 
+from scio_recorder import CollectError, Recorder, open_recording
+from scio_recorder.errors import RecordingError, ShardWarning
+from scio_recorder.layer import Shard
+from scio_recorder.reductions import Covariance, Max, Mean
+from scio_recorder.stores import Disk
+
 ROOT = Path(__file__).parents[2]
 WORLD = 2
 
@@ -41,39 +47,13 @@ def broken_off(batches: list[Tensor]) -> Iterator[Tensor]:
     raise InterruptedError
 
 
-class Fused(nn.Module):
-    """Attention with two heads, whose queries, keys and values one layer makes."""
-
-    # By heads, as tensor parallelism needs the rows of that layer, and not by kinds.
-    ORDER = torch.tensor([0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11])
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(x).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in parts)
-        hidden = nn.functional.scaled_dot_product_attention(q, k, v)
-        projected: Tensor = self.out(hidden.transpose(1, 2).flatten(2))
-        return projected
-
-
-def make_fused() -> tuple[Fused, list[Tensor]]:
-    torch.manual_seed(0)
-    return Fused().eval(), [torch.randn(size, 3, 4) for size in (2, 1)]
-
-
 def run_rank(rank: int, folder: Path) -> None:
     """Collect a net whose first layer gives its features by shards."""
     import torch.distributed as dist
+    from torch.distributed import tensor as placed
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     from torch.distributed.tensor.parallel import parallelize_module as parallelize
-
-    from scio_recorder import Recorder
-    from scio_recorder.reductions import Covariance, Max, Mean
 
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -88,7 +68,7 @@ def run_rank(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     styles = {
         "0": ColwiseParallel(use_local_output=False),
-        "1": RowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate()),
+        "1": RowwiseParallel(input_layouts=placed.Shard(-1), output_layouts=placed.Replicate()),
     }
     parallelize(net, mesh, styles)
     rnet.record("0", "1")
@@ -96,10 +76,10 @@ def run_rank(rank: int, folder: Path) -> None:
     net[0].register_forward_hook(lambda module, args, output: seen.append(type(output)))
     data = make_data()
     found = {"host": rnet.collect(data, store="host")["0"].clone()}
-    assert set(seen) == {DTensor}
+    assert set(seen) == {placed.DTensor}
     reduce = [Mean(), Max(), Covariance()]
     mean, most, covariance = rnet.collect(data, reduce={"0": reduce})["0"]
-    spread = DTensor.from_local(data[0][:, 2 * rank : 2 * rank + 2], mesh, [Shard(1)])
+    spread = placed.DTensor.from_local(data[0][:, 2 * rank : 2 * rank + 2], mesh, [placed.Shard(1)])
     alone = Mean()
     alone.update(spread)
     found |= {"mean": mean, "max": most, "covariance": covariance.covariance}
@@ -108,7 +88,6 @@ def run_rank(rank: int, folder: Path) -> None:
     torch.save(found, folder / f"found-{rank}")
     collect_shards(rank, folder, mesh)
     go_on_in_step(rank, folder, mesh)
-    collect_a_fused_layer(rank, folder, mesh)
     collect_what_all_have(rank, folder, mesh)
     refuse_together(rank, folder)
     dist.destroy_process_group()
@@ -119,11 +98,6 @@ def collect_shards(rank: int, folder: Path, mesh: object) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     from torch.distributed.tensor.parallel import parallelize_module as parallelize
-
-    from scio_recorder import CollectError, Recorder
-    from scio_recorder.errors import ShardWarning
-    from scio_recorder.reductions import Mean
-    from scio_recorder.stores import Disk
 
     net = nn.Sequential(*make_net(), nn.Tanh(), nn.Linear(3, 4), nn.Unflatten(1, (2, -1)))
     styles = {
@@ -136,24 +110,25 @@ def collect_shards(rank: int, folder: Path, mesh: object) -> None:
     data = make_data()
     rnet.record("0", "1")
 
-    def disk(name: str) -> Disk:
-        return Disk(folder / name, rank=rank, world_size=WORLD, chunk_bytes=64)
+    def refused(name: str) -> Any:
+        match = rf"{name}\b.*: each process has only a shard.*use_local_output=False"
+        return pytest.raises(CollectError, match=match)
 
-    # Before a pass has shown that there are shards, ids have to be given.
-    with pytest.warns(ShardWarning, match=f"1-1 0 .Linear.: the record is shard {rank} of 2"):
-        own = rnet.collect(data, store=disk("run"), sample_ids=ids_of)
-    assert own["0"].shape == (11, 3)
-    again = rnet.collect(data, store=disk("index"))
-    assert torch.equal(again["0"][:], own["0"][:])
-    # Now that it is known, what can't be kept is refused before anything runs.
+    # The first pass shows that there are shards, in all processes.
+    first = pytest.warns(ShardWarning, match=f"1-1 0 .Linear.: the record is shard {rank} of 2")
+    with first, refused("1-1 0"):
+        rnet.collect(data, store="host")
+    # Now that it is known, they are refused before anything runs.
     net.register_forward_pre_hook(lambda *call: pytest.fail("ran"))
-    with pytest.raises(CollectError, match="work on shards alone"):
-        rnet.collect(data, store=disk("mean"), reduce={"0": Mean()})
-    with pytest.raises(CollectError, match="write as many parts"):
-        rnet.collect(data, store=Disk(folder / "three", rank=rank, world_size=3))
+    store = Disk(folder / "run", rank=rank, world_size=WORLD)
+    with refused("1-1 0"):
+        rnet.collect(data, store=store, sample_ids=ids_of)
+    with refused("1-1 0"):
+        rnet.collect(data, store=None, reduce=Mean())
     rnet.record("4")
-    with pytest.raises(CollectError, match="can't be put together"):
-        rnet.collect(data, store=disk("unknown"))
+    with refused("1-5 4"):
+        rnet.collect(data)
+    assert not (folder / "run").exists()
 
 
 def go_on_in_step(rank: int, folder: Path, mesh: Any) -> None:
@@ -162,9 +137,6 @@ def go_on_in_step(rank: int, folder: Path, mesh: Any) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     from torch.distributed.tensor.parallel import parallelize_module as parallelize
-
-    from scio_recorder import CollectError, Recorder
-    from scio_recorder.stores import Disk
 
     styles = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Replicate())}
     ran: list[object] = []
@@ -176,12 +148,14 @@ def go_on_in_step(rank: int, folder: Path, mesh: Any) -> None:
         data = [batch + shift for batch in make_data()]
         rnet = Recorder(net, input_size=(2, 4))
         net.register_forward_pre_hook(lambda *call: ran.append(call))
-        rnet.record("*0", "*1")
+        # The first layer of the net in tensor parallelism returns shards.
+        rnet.record(*("*0", "*1")[kind == "tensor" :])
         with pytest.raises(CollectError, match="each would take other parts"):
             rnet.collect_parts(lambda part, data=data: data, 2, store=f"disk:{folder}/parts")
         shared = Disk(folder / kind, rank=rank, world_size=WORLD, chunk_bytes=1)
         own = Disk(folder / f"{kind}-{rank}", chunk_bytes=1)
-        for store, at_last in ((shared, 0), (own, 3)):
+        # Under tensor parallelism all processes have the same rows.
+        for store, at_last in ((shared, 0), (own, 3))[kind == "tensor" :]:
             with contextlib.suppress(InterruptedError):
                 if rank == 0:
                     rnet.collect(broken_off(data[:2]), store=store, sample_ids=ids_of)
@@ -193,33 +167,11 @@ def go_on_in_step(rank: int, folder: Path, mesh: Any) -> None:
                 assert len(ran) == num_passes
 
 
-def collect_a_fused_layer(rank: int, folder: Path, mesh: Any) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-    from torch.distributed.tensor.parallel import parallelize_module as parallelize
-
-    from scio_recorder import Recorder
-    from scio_recorder.errors import ShardWarning
-    from scio_recorder.stores import Disk
-
-    net, data = make_fused()
-    with torch.no_grad():
-        for parameter in net.qkv.parameters():
-            parameter.copy_(parameter[Fused.ORDER])
-    parallelize(net, mesh, {"qkv": ColwiseParallel(), "out": RowwiseParallel()})
-    rnet = Recorder(net, input_size=(2, 3, 4))
-    rnet.record("qkv", "out")
-    with pytest.warns(ShardWarning, match="qkv"):
-        rnet.collect(data, store=Disk(folder / "fused", rank=rank, world_size=WORLD))
-
-
 def collect_what_all_have(rank: int, folder: Path, mesh: Any) -> None:
     """No row is written twice where each process has it."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     from torch.distributed.tensor.parallel import parallelize_module as parallelize
-
-    from scio_recorder import CollectError, Recorder
-    from scio_recorder.stores import Disk
 
     styles = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Replicate())}
     for is_sharded_first in (True, False):
@@ -245,8 +197,6 @@ def refuse_together(rank: int, folder: Path) -> None:
     """What one process refuses is refused by all: a pass of the others would wait for it."""
     from torch.distributed.fsdp import fully_shard
 
-    from scio_recorder import CollectError, Recorder
-
     rnet, data = Recorder(fully_shard(make_net()), input_size=(2, 4)), make_data()
     rnet.record("1")
     rnet.net.register_forward_pre_hook(lambda *call: ran.append(call))
@@ -261,49 +211,36 @@ def refuse_together(rank: int, folder: Path) -> None:
     assert rnet.collect(data, store=f"disk:{folder}/refused-{rank}").num_samples == 11
 
 
-def test_a_process_by_itself_keeps_a_shard_of_any_kind(tmp_path: Path) -> None:
-    from scio_recorder import Recorder, open_recording
-    from scio_recorder.layer import Shard
+def marked(shard: Any, num_sharing: int) -> Any:
 
-    rnet, data = Recorder(make_net(), input_size=(2, 4)), make_data()
+    rnet = Recorder(make_net(), input_size=(2, 4))
     rnet.record("0")
-    unknown = Shard(None, None, 0)
-    rnet.architecture.mark({(1, 1): unknown}, 2)
-    rnet.collect(data, store=f"disk:{tmp_path}/run")
-    recording = open_recording(tmp_path / "run", verify=True)
-    assert recording.architecture["0"].shard == unknown
-    with torch.no_grad():
-        assert torch.equal(recording["0"][:], torch.cat([make_net()[0](x) for x in data]))
+    rnet.architecture.mark({(1, 1): shard}, num_sharing)
+    return rnet
 
 
-def check_shards(folder: Path) -> None:
-    from scio_recorder import open_recording
-    from scio_recorder.command_line import main
+@pytest.mark.parametrize("options", [{}, {"store": "disk:run"}, {"store": None, "reduce": Mean()}])
+def test_a_shard_is_refused(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rnet = marked(Shard(None, None, 0), 2)
+    with pytest.raises(CollectError, match=r"1-1 0 .Linear.: each process has only a shard"):
+        rnet.collect(make_data(), **options)
+    assert not list(tmp_path.iterdir())
 
-    net, data = make_net(), make_data()
-    with torch.no_grad():
-        wanted = [torch.cat([net[: last + 1](x) for x in data]) for last in range(2)]
-    for name, ids in (
-        ("run", ids_of(torch.cat(data))),
-        ("index", list(range(11))),
-        ("tensor", ids_of(torch.cat(data))),
-    ):
-        recording = open_recording(folder / name, verify=True)
-        assert recording.complete
-        assert list(recording.sample_ids) == ids
-        assert recording["0"].shape == (11, 6)
-        # Each process has the same ids, and no sample is there twice.
-        assert main(["verify", str(folder / name)]) == 0
-        assert recording.architecture["0"].shard is None
-        for layer, whole in zip(("0", "1"), wanted, strict=True):
-            torch.testing.assert_close(recording[layer][:], whole)
-            torch.testing.assert_close(recording[layer][[7, 2, 9]], whole[[7, 2, 9]])
-            batches = recording.loader(layer, batch_size=4)
-            torch.testing.assert_close(torch.cat(list(batches)), whole)
+
+def test_shards_of_earlier_versions_are_refused_when_they_are_opened(tmp_path: Path) -> None:
+    # Where no process sees the samples of another one, marks are not looked at.
+    for rank in range(WORLD):
+        rnet, data = marked(Shard(1, rank, WORLD), 1), [batch + rank for batch in make_data()]
+        store = Disk(tmp_path, rank=rank, world_size=WORLD)
+        rnet.collect(data, store=store, sample_ids=ids_of)
+    with pytest.raises(RecordingError, match=r"shard of 1-1 0 .Linear.*scio-recorder 0.3"):
+        open_recording(tmp_path)
 
 
 def check_what_was_gone_on_with(folder: Path) -> None:
-    from scio_recorder import open_recording
 
     net, data = make_net(), torch.cat(make_data())
     with torch.no_grad():
@@ -320,12 +257,6 @@ def check_what_was_gone_on_with(folder: Path) -> None:
         recording = open_recording(folder / name, verify=True)
         assert recording.complete
         torch.testing.assert_close(recording[max(recording)][:], whole)
-    fused, batches = make_fused()
-    recording = open_recording(folder / "fused")
-    with torch.no_grad():
-        torch.testing.assert_close(recording["out"][:], torch.cat([fused(x) for x in batches]))
-        made = torch.cat([fused.qkv(x) for x in batches])[..., Fused.ORDER]
-    torch.testing.assert_close(recording["qkv"][:], made)
 
 
 @pytest.mark.campaign
@@ -338,7 +269,6 @@ def test_sharded_activations(tmp_path: Path) -> None:
         for rank in range(WORLD)
     ]
     assert [rank.wait(timeout=600) for rank in ranks] == [0] * WORLD
-    check_shards(tmp_path)
     check_what_was_gone_on_with(tmp_path)
     net, data = make_net(), make_data()
     with torch.no_grad():

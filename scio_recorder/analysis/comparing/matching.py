@@ -11,7 +11,7 @@ from typing import NamedTuple
 from scio_recorder.analysis.comparing.difference import Unmatched
 from scio_recorder.analysis.comparing.sides import Side
 from scio_recorder.errors import ComparisonError, ShardWarning, warn
-from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx, Shard, counted, few
+from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx, counted, few
 from scio_recorder.nets.architecture import Architecture
 
 _SHOWN = 5
@@ -65,7 +65,7 @@ def match_sides(
             pair = _inside(layer, pair, other)
         if pair is None or not (pair.error or candidate.has(pair.partner.label)):
             alone.append(layer.name)
-        elif _part(layer) != _part(pair.partner):
+        elif layer.shard != pair.partner.shard:
             split.append(layer.name)
         else:
             pairs.append(pair)
@@ -78,8 +78,7 @@ def match_sides(
     if split:
         warn(
             f"{_some(split)} can't be compared: this process has only a shard of what they return. "
-            "Let them return DTensors (use_local_output=False), or compare recordings on disk, "
-            "which put shards together",
+            "Let them return DTensors (use_local_output=False)",
             ShardWarning,
         )
     _refuse_strangers(pairs, mine, theirs, "match=" if globs else "name")
@@ -151,14 +150,6 @@ def _inside(operation: Operation, around: Pair, other: Architecture) -> Pair | N
     label = OperationIdx(*around.partner.label, operation.function, operation.index)
     partner = other.operations.get(label)
     return None if partner is None else Pair(operation, partner, around.error)
-
-
-def _part(layer: Layer) -> Shard | None:
-    """Return the part of a layer's output that a side has; None if it has the whole."""
-    shard = layer.shard
-    # Recordings on disk put shards together.
-    is_joined = shard is None or (shard.index is None and shard.dim is not None)
-    return None if is_joined else shard
 
 
 def _refuse_strangers(

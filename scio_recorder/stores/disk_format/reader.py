@@ -1,14 +1,6 @@
 """Reading a recording, complete or interrupted: its commits as they are found, and its rows.
 
 Rows are read lazily, and verified.
-
-NOTE [Shards of activations]
-
-Under tensor parallelism all processes see the same samples, and each has a shard of some layers.
-Each writes its values as a rank of the recording, with the ids of the same samples. The kept
-architecture says which layers are shards, and along which dimension. So the rows of such a layer
-are those of all ranks side by side, in the order of ranks. The rows of other layers are those of
-the first rank.
 """
 
 from __future__ import annotations
@@ -642,61 +634,3 @@ def _report(name: str, opened: Callable[[], TensorFile]) -> FileReport:
         return FileReport(name, opened().verify(), None)
     except FormatError as error:
         return FileReport(name, 0, str(error))
-
-
-class JoinedReader(RowReader):
-    """Reads the ranks of a recording side by side; see the NOTE.
-
-    Parameters
-    ----------
-    whole : RunReader
-        All ranks, one after the other.
-    axes : dict of str to int
-        For each sharded layer, the sharded dimension of a row, counted from the last.
-
-    Raises
-    ------
-    ValueError
-        Ranks have different samples, or rows without such a dimension.
-    """
-
-    def __init__(self, whole: RunReader, axes: dict[str, int]) -> None:
-        self._axes = axes
-        self._parts = [RunReader(whole.path, rank=rank) for rank in range(whole.world_size)]
-        # An interrupted recording has the rows that all ranks have.
-        shortest = min(self._parts, key=lambda part: (part.num_samples, part.num_rows))
-        ids = list(shortest.sample_ids)
-        if any(list(part.sample_ids[: len(ids)]) != ids for part in self._parts):
-            raise ValueError("its ranks hold shards of layers, but have different samples")
-        self.path, self.rows = whole.path, whole.rows
-        self.sample_ids, self.starts = shortest.sample_ids, shortest.starts
-        self.layers = {name: self._joined(name, spec) for name, spec in whole.layers.items()}
-        self.table = {**whole.table, **self.layers}
-
-    def _joined(self, name: str, spec: TensorInfo) -> TensorInfo:
-        if name not in self._axes:
-            return spec
-        shape, axis = list(spec.shape), self._axes[name]
-        if -axis > len(shape):
-            raise ValueError(f"layer {name} has no dimension {axis}, along which it is sharded")
-        shape[axis] *= len(self._parts)
-        return TensorInfo(tuple(shape), spec.dtype)
-
-    def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
-        spec, start = self._spec(name), start + self.starts[number]
-        if name not in self._axes:
-            self._parts[0].read_into(out, name, start)
-            return
-        stop = start + len(out) // max(1, spec.nbytes)
-        # Not every dtype can be concatenated, but bytes can.
-        shards = [part.read(name, start, stop).view(torch.uint8) for part in self._parts]
-        out[:] = torch.cat(shards, self._axes[name]).view(-1).numpy()
-
-    def forget_verified(self) -> None:
-        """Forget which blocks were verified: each is verified again at its next read."""
-        for part in self._parts:
-            part.forget_verified()
-
-    def fingerprint(self) -> str:
-        """Return a digest that distinguishes this recording, at its present length, from others."""
-        return "".join(part.fingerprint() for part in self._parts)
