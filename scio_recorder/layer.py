@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.tensors.structures import fold, leaf_of_structures
+from scio_recorder.tensors.structures import fold
 
 __all__ = [
     "DepthIdx",
@@ -94,7 +94,6 @@ class Label(tuple[int, int]):
     __hash__ = tuple.__hash__
 
 
-@leaf_of_structures
 @dataclass(frozen=True)
 class TensorSpec:
     """The shape and dtype of a tensor.
@@ -472,9 +471,10 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
     Mappings and dataclasses become dictionaries.
     """
-    # Most layers take and return one tensor.
-    is_one = isinstance(value, Tensor | TensorSpec)
-    return function(value) if is_one else fold(value, function, _rebuilt)
+    if isinstance(value, Tensor | TensorSpec):
+        # Most layers take and return one tensor.
+        return function(value)
+    return fold(value, function, _rebuilt, lambda part: isinstance(part, TensorSpec))
 
 
 def _rebuilt(container: Any, parts: list[tuple[Any, Any]]) -> Any:

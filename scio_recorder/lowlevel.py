@@ -38,9 +38,9 @@ from scio_recorder.tensors.arguments import (
     usable_device,
     whole,
 )
-from scio_recorder.tensors.copies import StridedCopy, same_bits
+from scio_recorder.tensors.copies import StridedCopy
 from scio_recorder.tensors.digests import WeightDigests, digest_of
-from scio_recorder.tensors.properties import is_plain, version_counter, version_of
+from scio_recorder.tensors.properties import is_plain, same_bits, version_counter, version_of
 from scio_recorder.tensors.structures import flatten, map_tensors, tensors
 
 __all__ = [

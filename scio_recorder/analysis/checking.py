@@ -41,7 +41,8 @@ from scio_recorder.nets.sharded import is_sharded
 from scio_recorder.nets.state.moment import random_state
 from scio_recorder.nets.state.untouched import NetState, untouched
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import same_bits, twin
+from scio_recorder.tensors.copies import twin
+from scio_recorder.tensors.properties import same_bits
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 _NUM_RECORDED_PASSES, _SHOWN = 2, 2

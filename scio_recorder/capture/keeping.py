@@ -31,9 +31,8 @@ from scio_recorder.nets.records import Recorded
 from scio_recorder.nets.records import copied as as_complete
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import same_bits
 from scio_recorder.tensors.ownership import Hold, exchange, has_place, own_copy
-from scio_recorder.tensors.properties import inner_tensors, memories_of, version_of
+from scio_recorder.tensors.properties import inner_tensors, memories_of, same_bits, version_of
 from scio_recorder.tensors.structures import Apart, Rebuild, fold, tensors
 
 # The kinds of keeping. LEARN copies and watches whether that was needed. REFERENCE refers to the

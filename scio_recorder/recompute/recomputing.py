@@ -277,6 +277,9 @@ class _RepeatedCall:
 
     def __post_init__(self) -> None:
         self._layer = layer = self.architecture[self.label]
+        assert layer.module is not None, "the architecture of a recorder has modules"
+        assert self.call.moment is not None, "calls of modules have one"
+        self._module, self._moment = layer.module, self.call.moment
         self._posts = Assigned(self.posts)
         self._outputs: dict[RowIdx, Any] = {}
         self._is_other = False
@@ -306,13 +309,15 @@ class _RepeatedCall:
         RecomputeError
             The call returns something else now.
         """
-        layer, module = self._layer, self._layer.module
-        assert module is not None, "the architecture of a recorder has modules"
+        layer, module = self._layer, self._module
         try:
-            change = self._change(module)
+            change = self._moment.explain_change(module)
+            # A module with the same output may have worked differently inside.
+            if change is None and self.digest(module) != self.call.weights:
+                change = "its weights have changed since the collection: load the original ones"
             if change is not None:
                 raise RecomputeError(f"layer {layer} can't be run again: {change}")
-            with self._watching(module), self.call.moment.entered(module):  # type: ignore[union-attr]  # as in _change
+            with self._watching(module), self._moment.entered(module):
                 args, kwargs = _inputs_again(self.call)
                 module(*args, **kwargs)
         except RecomputeError:
@@ -328,14 +333,6 @@ class _RepeatedCall:
                 f"{_OTHER_KERNELS}. Recompute with the same net and the original settings"
             )
         return self._outputs
-
-    def _change(self, module: nn.Module) -> str | None:
-        assert self.call.moment is not None, "calls of modules have one"
-        change = self.call.moment.explain_change(module)
-        # A module with the same output may have worked differently inside.
-        if change is None and self.digest(module) != self.call.weights:
-            return "its weights have changed since the collection: load the original ones"
-        return change
 
     @contextlib.contextmanager
     def _watching(self, module: nn.Module) -> Iterator[None]:

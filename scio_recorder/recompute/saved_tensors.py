@@ -142,8 +142,8 @@ class _Packer:
         self._outer_unpack: Callable[[Any], Tensor] | None = active and active[1]
         outer = getattr(self._outer_pack, "__self__", None)
         self._checks: bool = active is None or (isinstance(outer, _Packer) and outer._checks)
-        own = [*module.parameters(), *module.buffers()]
-        self._own = {private.memory_of(tensor) for tensor in own if is_plain(tensor)}
+        weights = [*module.parameters(), *module.buffers()]
+        self._weights = {private.memory_of(tensor) for tensor in weights if is_plain(tensor)}
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Keep a saved tensor, and return the function that gives it back."""
@@ -171,14 +171,14 @@ class _Packer:
             not is_plain(tensor)
             or tensor.numel() == 0
             or any(isinstance(owner, nn.Parameter) for owner in owners)
-            or private.memory_of(tensor) in self._own
+            or private.memory_of(tensor) in self._weights
             or private.is_saving_inputs_of_a_region()
         )
 
 
 def _modules_of(architecture: Architecture, labels: set[RowIdx]) -> set[nn.Module]:
     """Return the modules of layers, all calls of which must be among them."""
-    found = set()
+    modules = set()
     for layer in (architecture[label] for label in labels):
         assert layer.module is not None
         if not labels.issuperset(architecture.calls(layer.module)):
@@ -186,14 +186,16 @@ def _modules_of(architecture: Architecture, labels: set[RowIdx]) -> set[nn.Modul
                 f"layer {layer} is one of several calls of its module, and saved_tensors acts on "
                 f'all calls of a module: write saved_tensors("{layer.name}", ...)'
             )
-        found.add(layer.module)
-    return found
+        modules.add(layer.module)
+    return modules
 
 
 def _usable_device(device: torch.device | str | None) -> torch.device | None:
-    found = None if device is None else usable_device(device, SelectorTypeError)
-    if found is not None and found.type == "meta":
+    if device is None:
+        return None
+    usable = usable_device(device, SelectorTypeError)
+    if usable.type == "meta":
         raise SelectorTypeError(
             'device="meta" keeps no numbers: write a device that does, such as "cpu"'
         )
-    return found
+    return usable

@@ -51,14 +51,14 @@ def whole(name: str, value: object, least: int, error: type[RecorderError] = Col
     return number
 
 
-def booleans(error: type[RecorderError], **given: object) -> None:
+def booleans(error: type[RecorderError], **values: object) -> None:
     """Refuse values other than True and False, many of which would count as True.
 
     Parameters
     ----------
     error : type
         The class of the error.
-    **given : object
+    **values : object
         The values, by the names of the arguments.
 
     Raises
@@ -70,7 +70,7 @@ def booleans(error: type[RecorderError], **given: object) -> None:
     --------
     >>> booleans(CollectError, gradients=True, operations=False)
     """
-    for name, value in given.items():
+    for name, value in values.items():
         if not isinstance(value, bool):
             raise error(f"{name}={value!r}: write True or False")
 

@@ -1,8 +1,7 @@
-"""Copies of tensors: with their strides, as arrays, and whether they have the same bits."""
+"""Copies of tensors: of those of several processes, with their strides, and as arrays."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,17 +11,10 @@ from torch import Tensor
 from scio_recorder.tensors.properties import (
     Version,
     extent_of,
-    has_memory,
-    inner_tensors,
-    is_dense,
     is_plain,
+    same_bits,
     version_of,
 )
-
-# By the number of their bytes.
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Less than this many elements are compared by words of their own size.
-_FEW = 1 << 12
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -172,85 +164,6 @@ class Copies:
             return False
         _, version, copy = self._known[id(tensor)]
         return version_of(tensor) != version or not same_bits(tensor, copy)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits: NaN is NaN, 0.0 is not -0.0.
-
-    Parameters
-    ----------
-    one, other : torch.Tensor
-        The tensors to compare, on one device.
-
-    Returns
-    -------
-    bool
-        Compared by value if tensors are not strided. False if one has no data, or its memory was
-        freed.
-
-    Examples
-    --------
-    >>> same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
-    True
-    >>> same_bits(torch.zeros(1), -torch.zeros(1))
-    False
-    """
-    try:
-        return _same_bits(one, other)
-    except RuntimeError:
-        return False
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if (one.dtype, one.layout, one.is_nested) != (other.dtype, other.layout, other.is_nested):
-        return False
-    # Nested tensors have no shape, or one with a symbol that only they have.
-    if not one.is_nested and one.shape != other.shape:
-        return False
-    if one.numel() < _FEW and _lies_together(one) and _lies_together(other):
-        # What follows takes four times as long for few elements.
-        word = _WORDS[one.itemsize]
-        return torch.equal(one.detach().view(word), other.detach().view(word))
-    inner, others = inner_tensors(one), inner_tensors(other)
-    if inner[0] is not one:
-        return len(inner) == len(others) and all(map(_same_bits, inner, others))
-    if not (has_memory(one) and has_memory(other)):
-        return False
-    if not is_dense(one):
-        return _same_parts(one.detach(), other.detach())
-    own, theirs = as_bytes(one), as_bytes(other)
-    # Torch compares eight bytes in the time of one.
-    width = math.gcd(8, len(own), own.storage_offset(), theirs.storage_offset())
-    return torch.equal(own.view(_WORDS[width]), theirs.view(_WORDS[width]))
-
-
-def _lies_together(tensor: Tensor) -> bool:
-    """Whether a tensor is plain, its elements lie in their order, and its memory is there."""
-    return (
-        is_plain(tensor)
-        and tensor.is_contiguous()
-        and tensor.itemsize in _WORDS
-        and has_memory(tensor)
-    )
-
-
-def _same_parts(one: Tensor, other: Tensor) -> bool:
-    if one.layout is torch.sparse_coo:
-        one, other = one.coalesce(), other.coalesce()
-        return same_bits(one.indices(), other.indices()) and same_bits(one.values(), other.values())
-    if one.is_nested:
-        own, others = one.unbind(), other.unbind()
-        return len(own) == len(others) and all(map(same_bits, own, others))
-    return torch.equal(one, other)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor's elements in their order, copied if they lie apart."""
-    dense = tensor.detach()
-    if not is_plain(dense):
-        dense = dense.as_subclass(Tensor).resolve_conj().resolve_neg()
-    # A view of one element may have any stride, and count as contiguous.
-    return dense.contiguous().as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def to_array(samples: Tensor) -> NDArray[Any]:

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import as_bytes
-from scio_recorder.tensors.properties import has_memory, is_plain, version_of
+from scio_recorder.tensors.properties import as_bytes, has_memory, is_plain, version_of
 from scio_recorder.tensors.structures import tensors
 
 # A piece of host memory stays in the cache of the processor. Other devices transfer large pieces
@@ -86,20 +85,20 @@ def sample_digests(samples: Tensor) -> Tensor:
     seed = _seed(samples.dtype, samples.shape[1:])
     sample_bytes = parts.nbytes // max(1, len(parts))
     piece_bytes = _PIECE_BYTES.get(parts.device.type, _OTHER_PIECE_BYTES)
-    found: list[int] = []
+    digests: list[int] = []
     step = max(1, piece_bytes // max(1, sample_bytes))
     for start in range(0, len(parts), step):
-        own = parts[start : start + step].cpu().contiguous()
+        piece = parts[start : start + step].cpu().contiguous()
         # A sum is NaN if a number is, and costs less than a mask. The smallest dtypes have no sum.
-        if own.is_floating_point() and own.sum(dtype=torch.float32).isnan():
+        if piece.is_floating_point() and piece.sum(dtype=torch.float32).isnan():
             # `math.nan` has the same bits on every machine.
-            own = own.masked_fill(own.isnan(), math.nan)
+            piece = piece.masked_fill(piece.isnan(), math.nan)
         # By address: an array of torch's would prevent resizing the storage from then on.
-        memory = (ctypes.c_char * own.nbytes).from_address(own.data_ptr())
-        rows = np.ndarray((len(own), sample_bytes), np.uint8, memoryview(memory))
-        found.extend(xxhash.xxh3_64_intdigest(row.data, seed) for row in rows)
+        memory = (ctypes.c_char * piece.nbytes).from_address(piece.data_ptr())
+        rows = np.ndarray((len(piece), sample_bytes), np.uint8, memoryview(memory))
+        digests.extend(xxhash.xxh3_64_intdigest(row.data, seed) for row in rows)
     # The same bits, as torch has hardly any operation for unsigned ones.
-    return torch.from_numpy(np.array(found, dtype=np.uint64).view(np.int64))
+    return torch.from_numpy(np.array(digests, dtype=np.uint64).view(np.int64))
 
 
 @lru_cache

@@ -65,7 +65,7 @@ def unsupported(feature: str, name: str) -> UnsupportedTorchError:
     )
 
 
-def found(name: str, feature: str) -> Any:
+def lookup(name: str, feature: str) -> Any:
     """Return what a private name stands for, or a function that raises if it is gone."""
     owner, *parts = name.split(".")
     try:
@@ -80,7 +80,7 @@ def found(name: str, feature: str) -> Any:
 
 def needs(name: str, feature: str) -> Callable[[Function], Function]:
     """Let a function raise when it is called if a private name that it needs is gone."""
-    stands_for = found(name, feature)
+    stands_for = lookup(name, feature)
     is_gone = getattr(stands_for, "__name__", "") == "gone"
     return lambda function: stands_for if is_gone else function
 
@@ -130,10 +130,10 @@ def distinguishes_kept_results(keeps: Callable[[Tensor], bool]) -> bool:
 
 def _in_both_runs(function: Callable[[], Any]) -> list[Any]:
     """Return a function's results in both runs of a checkpointed region."""
-    found = []
+    results = []
 
     def region(x: Tensor) -> Tensor:
-        found.append(function())
+        results.append(function())
         return x.exp()
 
     leaf, _ = leaf_and_output()
@@ -141,7 +141,7 @@ def _in_both_runs(function: Callable[[], Any]) -> list[Any]:
         region, leaf, use_reentrant=False, preserve_rng_state=False
     )
     output.backward()
-    return found
+    return results
 
 
 def runs_twice(region_of: Callable[[FrameType], Any]) -> bool:
@@ -191,7 +191,7 @@ _FRAMES_AROUND_HOOK = 7
 
 
 # Returns the number of the backward pass around the caller; -1 outside of one.
-backward_pass: Callable[[], int] = found("torch._C._current_graph_task_id", "recording gradients")
+backward_pass: Callable[[], int] = lookup("torch._C._current_graph_task_id", "recording gradients")
 
 
 @needs("torch.autograd.Variable._execution_engine.queue_callback", "gradients")
@@ -204,7 +204,7 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 # Returns the number of operations that autograd has noted on this thread.
-num_operations: Callable[[], int] = found("torch.autograd._get_sequence_nr", "gradients")
+num_operations: Callable[[], int] = lookup("torch.autograd._get_sequence_nr", "gradients")
 # Returns the number of operations noted before a node; for a leaf, more than there ever are.
 place_of: Callable[[Any], int] = needs("torch._C._FunctionBase._sequence_nr", "gradients")(
     operator.methodcaller("_sequence_nr")
@@ -223,8 +223,8 @@ def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]
 
     Only these act. Activation checkpointing uses such hooks, and is recognised by them.
     """
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if found is None else tuple(found)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else tuple(hooks)
 
 
 @tried("Node._raw_saved_result", "recording with gradients", distinguishes_kept_results)
@@ -385,7 +385,7 @@ def renew_hooks(tensor: Tensor) -> None:
 
 # Returns the transform of ``torch.func`` in which the caller runs, whose tensors die with it; None
 # outside of one.
-transform_around: Callable[[], Any] = found(
+transform_around: Callable[[], Any] = lookup(
     "torch._C._functorch.peek_interpreter_stack", "recording"
 )
 # The mode and the tensors of the older ``vmap`` that ``is_grads_batched=True`` uses.
@@ -410,13 +410,13 @@ def unmapped(tensor: Tensor, place: int = 0) -> Tensor:
         for level in _LEVELS:
             # A size that no dimension can have: of another level, the tensor would be expanded.
             with contextlib.suppress(RuntimeError):
-                found = torch._remove_batch_dim(tensor, level, -1, place % (tensor.dim() + 1))
-                return unmapped(found, place)
+                inner = torch._remove_batch_dim(tensor, level, -1, place % (tensor.dim() + 1))
+                return unmapped(inner, place)
     return tensor
 
 
 # Returns whether autocast is on for any kind of device.
-is_any_autocast_on: Callable[[], bool] = found("torch._C._is_any_autocast_enabled", "recording")
+is_any_autocast_on: Callable[[], bool] = lookup("torch._C._is_any_autocast_enabled", "recording")
 
 
 # -- modules ---------------------------------------------------------------------------------------
@@ -451,9 +451,8 @@ def hooks_on_all_modules() -> tuple[dict[int, Any], ...]:
 @needs("Module._forward_pre_hooks_with_kwargs", "recording")
 def remove_hook(module: nn.Module, number: int) -> None:
     """Remove the forward hook or pre-hook whose handle has a number."""
-    own = vars(module)
     for name in AROUND_FORWARD:
-        own[name].pop(number, None)
+        vars(module)[name].pop(number, None)
 
 
 @needs("Module._non_persistent_buffers_set", "resuming")
@@ -651,12 +650,12 @@ def generation_in(generate: Callable[..., Any]) -> tuple[str, int] | None:
 
 def attention_of(net: nn.Module) -> str | None:
     """Return the implementation of attention that a net of transformers has chosen."""
-    found = None
+    chosen = None
     # A configuration may be anything, and raise anything.
     with contextlib.suppress(Exception):
         config: Any = net.config
-        found = config._attn_implementation
-    return str(found) if isinstance(found, str | dict) else None
+        chosen = config._attn_implementation
+    return str(chosen) if isinstance(chosen, str | dict) else None
 
 
 # -- tensors other than arrays of numbers ----------------------------------------------------------

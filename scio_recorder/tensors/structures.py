@@ -23,7 +23,7 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from scio_recorder.interpreter import is_defined_in_python, referents
 
-_T = TypeVar("_T")
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
 # An object is opened if its attributes are taken apart, as those of a key-value cache are. These
@@ -69,8 +68,6 @@ _VIEWS: dict[type, tuple[Any, str]] = {
     for base in (dict, OrderedDict)
     for name in ("keys", "values", "items")
 }
-# Dataclasses whose objects are values, not containers.
-_LEAVES: set[type] = set()
 # Weak references, and what makes them.
 _WEAK: dict[type, Callable[[Any], Any]] = {
     weakref.ref: weakref.ref,
@@ -221,16 +218,10 @@ def fold(
     return container(value, parts)
 
 
-def leaf_of_structures(kind: type[_T]) -> type[_T]:
-    """Let :func:`fold` take objects of a dataclass as leaves: a decorator."""
-    _LEAVES.add(kind)
-    return kind
-
-
 @lru_cache(4096)
 def _parts_of(kind: type) -> Callable[[Any], Iterable[tuple[Any, Any]]] | None:
     """Return what takes plain containers of a class apart; None for other classes."""
-    if issubclass(kind, (Tensor, type)) or kind in _LEAVES:
+    if issubclass(kind, (Tensor, type)):
         return None
     if issubclass(kind, Mapping):
         # Not every mapping yields its keys: a TensorDict yields its rows.

@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_map
 
 from scio_recorder import Recorder, compare
 from scio_recorder.errors import MutationError
-from scio_recorder.tensors.copies import same_bits
 from scio_recorder.tensors.digests import WeightDigests
-from scio_recorder.tensors.properties import has_memory, inner_tensors, version_of
+from scio_recorder.tensors.properties import has_memory, inner_tensors, same_bits, version_of
 from tests import oracle
 from tests.harness import one_process
 

@@ -355,7 +355,7 @@ def test_a_graph_from_before_is_as_good_as_ever() -> None:
     assert x.grad.tolist() == [1] * 3
 
 
-def test_hooks_on_all_modules_run_in_other_threads() -> None:
+def test_hooks_on_all_modules_run_in_other_threads_and_are_themselves_again() -> None:
     net, seen = nn.ReLU(), list[str]()
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -369,6 +369,8 @@ def test_hooks_on_all_modules_run_in_other_threads() -> None:
             thread.start()
             thread.join()
         net(torch.ones(1))
+        hooks = [hook for hooks in private.hooks_on_all_modules() for hook in hooks.values()]
+        assert hooks == [note]
     finally:
         handle.remove()
     assert seen == ["other", threading.current_thread().name]
@@ -448,17 +450,3 @@ def test_a_number_of_a_weight_that_is_written_behind_the_counters_is_put_back() 
     with untouched(net):
         net.weight.data[0, 1] = 7.0
     assert torch.equal(net.weight, before)
-
-
-def test_hooks_on_all_modules_are_themselves_again() -> None:
-    def hook(*call: Any) -> None:
-        pass
-
-    handle = nn.modules.module.register_module_forward_hook(hook)
-    try:
-        with untouched(nn.ReLU()):
-            pass
-        found = [one for hooks in private.hooks_on_all_modules() for one in hooks.values()]
-        assert found == [hook]
-    finally:
-        handle.remove()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scio_recorder.tensors import copies
-from scio_recorder.tensors.copies import same_bits
+from scio_recorder.tensors import properties
+from scio_recorder.tensors.properties import same_bits
 
 DTYPES = (torch.float32, torch.float16, torch.uint8, torch.bool, torch.float64, torch.complex64)
 
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.float16, torch.uint8, torch.bool, torch.float64, 
 def test_each_byte_counts(
     dtype: torch.dtype, offset: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "_FEW", few)
+    monkeypatch.setattr(properties, "_FEW", few)
     for number in (0, 1, 7, 8, 9, 17):
         one = torch.randint(0, 2, (number + offset,)).to(dtype)[offset:]
         assert same_bits(one, one.clone())

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.tensors.copies import same_bits
-from scio_recorder.tensors.properties import is_plain, version_of
+from scio_recorder.tensors.properties import is_plain, same_bits, version_of
 from scio_recorder.tensors.structures import tensors
 
 _SMALL_BYTES = 1 << 18

@@ -546,10 +546,10 @@ def untouched(
     for module in fsdp:
         private.take_whole_parameters(module)
     # State in which FSDP notes passes, and flat parameters, to which FSDP1 moves gradients.
-    notes = [note for module in fsdp for note in private.fsdp_notes(module)]
-    end_passes = private.ending(notes)
+    notes = [private.fsdp_notes(module) for module in fsdp]
+    endings = [*map(private.ending, notes)]
     flat = [flat for module in fsdp for flat in private.flat_parameters(module)]
-    roots = (net, *others, *map(vars, notes))
+    roots = (net, *others, *map(vars, itertools.chain(*notes)))
     state = NetState(reached(roots), keep_random=keep_random, only_buffers=is_spread)
     with without_hooks_on_all_modules(), _gradients_aside([*flat, *state.leaves]):
         try:
@@ -558,7 +558,8 @@ def untouched(
                 leave_own_hooks(net, (*LIBRARIES, *of_torch))
             yield state
         finally:
-            end_passes()
+            for end_passes in endings:
+                end_passes()
             for module in fsdp:
                 private.take_whole_parameters(module)
             state.put_back(thorough=True)
