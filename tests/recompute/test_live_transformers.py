@@ -34,9 +34,8 @@ CHOSEN = [
 SEEDS = (1, 2)
 
 
-def plain(value: Any) -> Any:
+def plain(frozen: Any) -> Any:
     """Compare values only: what is recomputed is off the graph."""
-    frozen = freeze(value)
     for leaf in leaves(frozen):
         leaf.requires_grad = False
     return frozen
@@ -74,8 +73,8 @@ def test_inside_modules_that_were_recorded(case: Case, training: bool) -> None:
     found = rnet.recompute(*(row.label for row in inside))
     assert not differences(trace(net), before)
     for row in inside:
-        wanted = plain_call(watch, names[row.module], row.call)
-        assert not differences(plain(found[row.label]), wanted), row
+        wanted = plain(watch.calls[names[row.module], row.call])
+        assert not differences(plain(freeze(found[row.label])), wanted), row
 
     ids = itertools.count()
     with Watch(net) as watch:
@@ -87,17 +86,10 @@ def test_inside_modules_that_were_recorded(case: Case, training: bool) -> None:
         )
     before = trace(net)
     batches = recording.recompute_batches(rnet, *(row.label for row in inside))
-    for number, one in enumerate(batches):
+    for number, batch in enumerate(batches):
         for row in inside:
             calls = len(rnet.architecture.calls(row.module))
-            wanted = plain_call(watch, names[row.module], number * calls + row.call)
-            assert not differences(plain(one[row.label]), wanted), (number, row)
+            wanted = plain(watch.calls[names[row.module], number * calls + row.call])
+            assert not differences(plain(freeze(batch[row.label])), wanted), (number, row)
     assert number == len(SEEDS) - 1
     assert not differences(trace(net), before)
-
-
-def plain_call(watch: Watch, name: str, call: int) -> Any:
-    wanted = watch.calls[name, call]
-    for leaf in leaves(wanted):
-        leaf.requires_grad = False
-    return wanted

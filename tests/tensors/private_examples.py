@@ -1,5 +1,6 @@
 """An example with a known answer for each private name, which shows that its meaning is the same.
 
+The example for a name is the function ``try_NAME``, and answers whether the meaning is the same.
 Examples use only public names of torch, so they don't suffer from the changes that they look for.
 Those of `private` itself run in the package as well.
 """
@@ -28,13 +29,13 @@ def when_differentiated(tensor: Any, function: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def numbers_differ(number: Callable[[], int]) -> bool:
+def try_backward_pass(number: Callable[[], int]) -> bool:
     _, output = leaf_and_output()
     numbers = {number(), *(when_differentiated(output, number) for _ in range(2))}
     return number() == -1 and len(numbers) == 3 and min(numbers) == -1
 
 
-def is_called_at_end(call: Callable[[Callable[[], None]], None]) -> bool:
+def try_call_at_end_of_backward(call: Callable[[Callable[[], None]], None]) -> bool:
     leaf, output = leaf_and_output()
     order: list[str] = []
     leaf.register_hook(lambda gradient: order.append("leaf"))  # type: ignore[no-untyped-call]  # torch's own
@@ -42,20 +43,20 @@ def is_called_at_end(call: Callable[[Callable[[], None]], None]) -> bool:
     return order == ["leaf", "end"]
 
 
-def counts_operations(number: Callable[[], int]) -> bool:
+def try_num_operations(number: Callable[[], int]) -> bool:
     before = number()
     leaf_and_output()
     return number() == before + 2
 
 
-def knows_order_and_leaf(place: Callable[[Any], int]) -> bool:
+def try_place_of(place: Callable[[Any], int]) -> bool:
     _, output = leaf_and_output()
     ((product, _),) = output.grad_fn.next_functions
     (leaf, _), _ = product.next_functions
     return place(product) + 1 == place(output.grad_fn) < 1 << 63 < place(leaf)
 
 
-def is_innermost_pair(active: Callable[[], Any]) -> bool:
+def try_active_saved_tensors_hooks(active: Callable[[], Any]) -> bool:
     def pack(tensor: Tensor) -> Tensor:
         return tensor
 
@@ -68,24 +69,24 @@ def is_innermost_pair(active: Callable[[], Any]) -> bool:
     return before is None and tuple(inside) == (pack, unpack) and active() is None
 
 
-def distinguishes_memory(identity: Callable[[Tensor], int]) -> bool:
+def try_memory_of(identity: Callable[[Tensor], int]) -> bool:
     tensor, other = torch.ones(2, device="cpu"), torch.ones(2, device="cpu")
     return identity(tensor) == identity(tensor[1:]) != identity(other)
 
 
-def finds_base(base: Callable[[Tensor], Tensor | None]) -> bool:
+def try_base_of(base: Callable[[Tensor], Tensor | None]) -> bool:
     leaf, _ = leaf_and_output()
     product = leaf * 2
     return base(product) is None and base(product.view(1, 1)) is product
 
 
-def distinguishes_hooked_tensor(has_hooks: Callable[[Tensor], bool]) -> bool:
+def try_has_hooks(has_hooks: Callable[[Tensor], bool]) -> bool:
     leaf, output = leaf_and_output()
     output.register_hook(nothing)
     return has_hooks(output) and not has_hooks(leaf)
 
 
-def sees_vmap(around: Callable[[], Any]) -> bool:
+def try_transform_around(around: Callable[[], Any]) -> bool:
     seen = []
 
     def function(x: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ def sees_vmap(around: Callable[[], Any]) -> bool:
     return seen == [True] and around() is None
 
 
-def finds_what_is_mapped(unmapped: Callable[[Tensor, int], Tensor]) -> bool:
+def try_unmapped(unmapped: Callable[[Tensor, int], Tensor]) -> bool:
     x = torch.arange(6.0).view(3, 2).requires_grad_()
     basis = torch.arange(24.0).view(4, 3, 2)
     found: list[Tensor] = []
@@ -115,7 +116,7 @@ def finds_what_is_mapped(unmapped: Callable[[Tensor, int], Tensor]) -> bool:
     return all(map(torch.equal, found, wanted))
 
 
-def sees_autocast(is_on: Callable[[], bool]) -> bool:
+def try_is_any_autocast_on(is_on: Callable[[], bool]) -> bool:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = is_on()
     return inside and not is_on()
@@ -125,23 +126,23 @@ def nothing(*call: Any) -> None:
     """Do nothing: a hook for examples."""
 
 
-def finds_both_hooks(hooks: Callable[[nn.Module], Any]) -> bool:
+def try_forward_hooks(hooks: Callable[[nn.Module], Any]) -> bool:
     module = nn.Identity()
     after = module.register_forward_hook(nothing)
     before = module.register_forward_pre_hook(nothing, with_kwargs=True)
     return bool(hooks(module) == ({after.id: nothing}, {before.id: nothing}))
 
 
-def finds_hooks_on_all(hooks_on_all_modules: Callable[[], tuple[dict[int, Any], ...]]) -> bool:
+def try_hooks_on_all_modules(hooks: Callable[[], tuple[dict[int, Any], ...]]) -> bool:
     # Other threads may call it, and it does nothing.
     handle = nn.modules.module.register_module_forward_hook(nothing)
     try:
-        return handle.id in hooks_on_all_modules()[0]
+        return handle.id in hooks()[0]
     finally:
         handle.remove()
 
 
-def puts_back_versions(
+def try_restoring_versions(
     restoring_versions: Callable[[Sequence[Tensor]], Callable[[], object]],
 ) -> bool:
     tensors = [torch.zeros(1).add_(1), torch.zeros(1)]
@@ -155,7 +156,7 @@ def puts_back_versions(
     return versions == [[1, 0], [1, 0]]
 
 
-def removes_both(remove: Callable[[nn.Module, int], None]) -> bool:
+def try_remove_hook(remove: Callable[[nn.Module, int], None]) -> bool:
     module, calls = nn.Identity(), []
     for register in (module.register_forward_pre_hook, module.register_forward_hook):
         handle = register(lambda *call, **options: calls.append(call), with_kwargs=True)
@@ -163,27 +164,27 @@ def removes_both(remove: Callable[[nn.Module, int], None]) -> bool:
     return bool(module(1) == 1) and not calls
 
 
-def distinguishes_saved_buffer(is_saved: Callable[[nn.Module, str], bool]) -> bool:
+def try_is_saved(is_saved: Callable[[nn.Module, str], bool]) -> bool:
     module = nn.Module()
     module.register_buffer("saved", torch.ones(1))
     module.register_buffer("cache", torch.ones(1), persistent=False)
     return is_saved(module, "saved") and not is_saved(module, "cache")
 
 
-def finds_compiled_call(call: Callable[[nn.Module], Any]) -> bool:
+def try_compiled_call(call: Callable[[nn.Module], Any]) -> bool:
     module = nn.Identity()
     bare = call(module) is None
     module._compiled_call_impl = nothing
     return bare and call(module) is nothing
 
 
-def is_called_instead(set_call: Callable[[nn.Module, Any], None]) -> bool:
+def try_set_compiled_call(set_call: Callable[[nn.Module, Any], None]) -> bool:
     module = nn.Identity()
     set_call(module, lambda number: number + 1)
     return bool(module(1) == 2)
 
 
-def is_seen_by_its_call(called_module: Callable[[], nn.Module | None]) -> bool:
+def try_called_module(called_module: Callable[[], nn.Module | None]) -> bool:
     module = nn.Identity()
 
     def call() -> nn.Module | None:
@@ -193,7 +194,7 @@ def is_seen_by_its_call(called_module: Callable[[], nn.Module | None]) -> bool:
     return module() is module and call() is None
 
 
-def runs_hooks_too(call_of: Callable[[nn.Module], Callable[..., Any]]) -> bool:
+def try_plain_call(call_of: Callable[[nn.Module], Callable[..., Any]]) -> bool:
     module = nn.Identity()
     module.register_forward_hook(lambda module, args, number: number + 1)
     module._compiled_call_impl = nothing
@@ -214,13 +215,13 @@ class Notes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def finds_modes(modes: Callable[[], list[Any]]) -> bool:
+def try_function_modes(modes: Callable[[], list[Any]]) -> bool:
     with Notes() as outer, Notes() as inner:
         inside = modes()
     return inside == [outer, inner] and modes() == []
 
 
-def replaces_modes(set_modes: Callable[[list[Any]], None]) -> bool:
+def try_set_function_modes(set_modes: Callable[[list[Any]], None]) -> bool:
     tensor, outer = torch.ones(1, device="cpu"), Notes()
     with outer:
         mode = Notes()
@@ -231,7 +232,7 @@ def replaces_modes(set_modes: Callable[[list[Any]], None]) -> bool:
     return mode.calls == [Tensor.exp] and outer.calls == [Tensor.log]
 
 
-def takes_no_calls(no_modes: Callable[[], contextlib.AbstractContextManager[None]]) -> bool:
+def try_no_function_modes(no_modes: Callable[[], contextlib.AbstractContextManager[None]]) -> bool:
     tensor = torch.ones(1, device="cpu")
     with Notes() as mode:
         with no_modes():
@@ -240,13 +241,13 @@ def takes_no_calls(no_modes: Callable[[], contextlib.AbstractContextManager[None
     return mode.calls == [Tensor.log]
 
 
-def sees_that_saved_tensors_may_change(allows: Callable[[], bool]) -> bool:
+def try_allows_mutation(allows: Callable[[], bool]) -> bool:
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         is_inside = allows()
     return is_inside and not allows()
 
 
-def finds_generation(generation_in: Callable[[Any], tuple[str, int] | None]) -> bool:
+def try_generation_in(generation_in: Callable[[Any], tuple[str, int] | None]) -> bool:
     class Config:
         num_return_sequences = 2
 
@@ -259,7 +260,7 @@ def finds_generation(generation_in: Callable[[Any], tuple[str, int] | None]) -> 
     return generate(Config(), "one") == ("by one", 2) and generation_in(generate) is None
 
 
-def has_shape_only(make: Callable[..., Tensor]) -> bool:
+def try_make_wrapper(make: Callable[..., Tensor]) -> bool:
     class Wrapper(Tensor):
         __torch_dispatch__ = nothing  # type: ignore[assignment]  # is never called
 
@@ -267,7 +268,7 @@ def has_shape_only(make: Callable[..., Tensor]) -> bool:
     return type(made) is Wrapper and made.shape == (2, 3) and made.dtype == torch.float16
 
 
-def passes_by(run: Callable[[Callable[..., Any], Any, Any], Any]) -> bool:
+def try_run_without_overrides(run: Callable[[Callable[..., Any], Any, Any], Any]) -> bool:
     calls = []
 
     class Watched(Tensor):
@@ -279,7 +280,7 @@ def passes_by(run: Callable[[Callable[..., Any], Any, Any], Any]) -> bool:
     return run(Tensor.dim, (tensor,), {}) == 1 and not calls
 
 
-def sees_operations(made_by: Callable[[Any], Any]) -> bool:
+def try_operations_made_by(made_by: Callable[[Any], Any]) -> bool:
     asking = []
 
     def call(mode: Any, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -291,7 +292,7 @@ def sees_operations(made_by: Callable[[Any], Any]) -> bool:
     return is_positive and asking[-1] and not any(asking[:-1])
 
 
-def says_it_is_fake(change: Callable[[Tensor], None]) -> bool:
+def try_pass_for_traced(change: Callable[[Tensor], None]) -> bool:
     tensor = torch.ones(2, device="cpu")
     change(tensor)
     kind = importlib.import_module("torch._subclasses.fake_tensor").FakeTensor
@@ -299,38 +300,10 @@ def says_it_is_fake(change: Callable[[Tensor], None]) -> bool:
 
 
 EXAMPLES: dict[str, Callable[[Any], bool]] = {
-    "backward_pass": numbers_differ,
-    "call_at_end_of_backward": is_called_at_end,
-    "num_operations": counts_operations,
-    "place_of": knows_order_and_leaf,
-    "active_saved_tensors_hooks": is_innermost_pair,
     "keeps_its_result": private.distinguishes_kept_results,
     "checkpointed_region": private.runs_twice,
     "region_that_saves": private.saves_twice,
     "use_count": private.counts_what_the_graph_holds,
     "storage_uses": private.counts_aliases,
-    "memory_of": distinguishes_memory,
-    "base_of": finds_base,
-    "has_hooks": distinguishes_hooked_tensor,
-    "transform_around": sees_vmap,
-    "unmapped": finds_what_is_mapped,
-    "is_any_autocast_on": sees_autocast,
-    "forward_hooks": finds_both_hooks,
-    "hooks_on_all_modules": finds_hooks_on_all,
-    "restoring_versions": puts_back_versions,
-    "remove_hook": removes_both,
-    "is_saved": distinguishes_saved_buffer,
-    "compiled_call": finds_compiled_call,
-    "set_compiled_call": is_called_instead,
-    "called_module": is_seen_by_its_call,
-    "plain_call": runs_hooks_too,
-    "function_modes": finds_modes,
-    "set_function_modes": replaces_modes,
-    "no_function_modes": takes_no_calls,
-    "allows_mutation": sees_that_saved_tensors_may_change,
-    "generation_in": finds_generation,
-    "make_wrapper": has_shape_only,
-    "run_without_overrides": passes_by,
-    "operations_made_by": sees_operations,
-    "pass_for_traced": says_it_is_fake,
+    **{name[4:]: value for name, value in list(vars().items()) if name.startswith("try_")},
 }
