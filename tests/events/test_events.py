@@ -258,14 +258,6 @@ def test_a_returned_parameter_keeps_no_hook() -> None:
     assert not net.inner.weight._backward_hooks
 
 
-def test_what_a_module_changes_in_place_is_its_own() -> None:
-    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
-    with track(net) as events:
-        net(torch.ones(1, 3)).sum().backward()
-    assert order(events)[3:] == [("", True), ("1", True), ("0", True)]
-    assert torch.equal(events[4].first_value, torch.ones(1, 3))
-
-
 def test_what_a_tracked_net_returns_is_pickled_without_a_warning() -> None:
     net = nn.Linear(3, 2)
     with track(net):

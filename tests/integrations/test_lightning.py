@@ -126,45 +126,6 @@ def test_every_step_is_as_by_hand(accumulate: int, data: Tensor, tmp_path: Path)
     assert not monitor._observer._running
 
 
-class TwoOptimizers(Model):
-    """Steps by hand: each of two optimizers runs the net anew, with what the other has changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-            self.manual_backward((self(batch[0]) - 1).square().mean())
-            optimizer.step()
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        parts = self.encoder.parameters(), self.head.parameters()
-        return [torch.optim.SGD(part, lr=0.1) for part in parts]
-
-
-@pytest.mark.campaign
-def test_steps_of_two_optimizers_count_together(data: Tensor, tmp_path: Path) -> None:
-    model = TwoOptimizers()
-    bare = copy.deepcopy(model)
-    expected = []
-    optimizers = bare.configure_optimizers()
-    for batch in data.split(4):
-        returned = []
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-            returned.append(bare.encoder[0](batch))
-            (bare(batch) - 1).square().mean().backward()
-            optimizer.step()
-        assert not torch.equal(*returned)
-        expected.append(by_hand(*returned)["mean"])
-    trainer(tmp_path, LayerStatsMonitor()).fit(model, loader(data))
-    means = [float(row["activations_mean/encoder.0"]) for row in rows(tmp_path)]
-    # Two orders of summation in float32.
-    assert means == pytest.approx(expected, rel=1e-4, abs=1e-7)
-
-
 class Skipping(Model):
     """Runs every batch, and trains on every other."""
 
