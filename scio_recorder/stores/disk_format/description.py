@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from scio_recorder.stores.disk_format.bucket import Bucket
-from scio_recorder.stores.disk_format.medium import FormatError, Medium, accessing, parsing
+from scio_recorder.stores.disk_format.medium import FormatError, Medium, parsing
 from scio_recorder.stores.disk_format.tensor_file import (
     JSON,
     Table,
@@ -221,16 +221,13 @@ def medium_at(path: str | os.PathLike[str], *, makes_it: bool = False) -> Medium
     if is_url(place):
         return Bucket(place)
     try:
-        from scio_recorder.stores.disk_format.folder import Folder, make_folder
+        from scio_recorder.stores.disk_format.folder import Folder
     except ImportError as error:
         raise FormatError(
             f"{place}: a recording in a folder needs locks of files, which this system lacks "
             f'({error}): write store="host", reduce=..., or the URL of a bucket'
         ) from None
-    with accessing(place):
-        if makes_it:
-            make_folder(place)
-        return Folder(place)
+    return Folder(place, makes_it=makes_it)
 
 
 def holds_recording(path: str | os.PathLike[str]) -> bool:

@@ -137,11 +137,14 @@ class Folder(Medium):
     # What has just been read is still in the processor's cache when its checksum is compared.
     span_bytes = 4 << 20
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, makes_it: bool = False) -> None:
         # Only this path may lead through links: the user has named it.
         self.path = path
+        with accessing(path):
+            if makes_it:
+                make_folder(path)
+            self.descriptor = open_file(path, _FOLDER)
         # The folder, and the locked files by name.
-        self.descriptor = open_file(path, _FOLDER)
         self._descriptors = {"": self.descriptor}
         self._closing = weakref.finalize(self, _close_all, self._descriptors)
 
