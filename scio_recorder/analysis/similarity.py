@@ -38,7 +38,7 @@ from scio_recorder.errors import ArgumentError, ComparisonError, needing
 from scio_recorder.layer import Layer, RowIdx, label_of
 from scio_recorder.recording import Recording
 from scio_recorder.recording.loader import rows_of
-from scio_recorder.stores.disk_tensor import bytes_of_row
+from scio_recorder.stores.files import bytes_of_row
 from scio_recorder.tensors.arithmetic import undisturbed
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from scio_recorder.stores.disk_format.description import SAMPLE, row_column
 from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
 from scio_recorder.stores.disk_format.reader import RowReader
 from scio_recorder.stores.disk_format.tensor_file import TensorInfo
-from scio_recorder.stores.disk_tensor import DiskTensor
-from scio_recorder.stores.files import accessing
+from scio_recorder.stores.files import DiskTensor, accessing
 from scio_recorder.stores.kept_inputs import Calls, KeptCalls
 
 __all__ = ["open_hidden_states"]

@@ -38,7 +38,7 @@ from scio_recorder.layer import RowIdx, counted, text_of
 from scio_recorder.nets.selection import select
 from scio_recorder.recording.readable import Readable
 from scio_recorder.stores.disk_format.tensor_file import checksum, dump, empty_bytes
-from scio_recorder.stores.disk_tensor import DiskTensor, bytes_of_row
+from scio_recorder.stores.files import DiskTensor, bytes_of_row
 from scio_recorder.tensors.arguments import ProcessRank, booleans, this_process, whole
 from scio_recorder.tensors.digests import digest_of
 

@@ -27,9 +27,8 @@ from scio_recorder.recording.settings import from_recipes, recipes_of, states_of
 from scio_recorder.recording.showing import Showing
 from scio_recorder.reductions.base import Reductions
 from scio_recorder.stores import Disk, Job
-from scio_recorder.stores.disk import CHUNK_BYTES
+from scio_recorder.stores.disk import CHUNK_BYTES, held_by
 from scio_recorder.stores.disk_format.ids import to_ids
-from scio_recorder.stores.disk_tensor import held_by
 from scio_recorder.stores.files import RunReader
 from scio_recorder.stores.kept_inputs import KeptCall, unpack
 

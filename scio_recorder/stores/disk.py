@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, CollectWarning, RecordingError, caught_as, warn
-from scio_recorder.layer import Operation, RowIdx, TensorSpec, text_of
+from scio_recorder.layer import Operation, RowIdx, TensorSpec, few, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.disk_format.description import (
     brief,
@@ -38,10 +38,10 @@ from scio_recorder.stores.disk_format.description import (
 )
 from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.stores.disk_format.reader import Run
-from scio_recorder.stores.disk_format.tensor_file import TensorInfo, as_read
+from scio_recorder.stores.disk_format.tensor_file import TensorInfo, as_read, expect
 from scio_recorder.stores.disk_format.writer import WriteRight
-from scio_recorder.stores.disk_tensor import held_by
 from scio_recorder.stores.files import (
+    DiskTensor,
     RunReader,
     RunWriter,
     accessing,
@@ -49,7 +49,7 @@ from scio_recorder.stores.files import (
     medium_at,
     place_of,
 )
-from scio_recorder.stores.kept_inputs import pack, unpack
+from scio_recorder.stores.kept_inputs import Calls, pack, unpack
 from scio_recorder.stores.memory import HostBuffer
 from scio_recorder.stores.store import (
     Column,
@@ -508,4 +508,37 @@ def refuse_repeated_ids(path: str, run: Run) -> None:
             f"{chunks[-1].rank}: each needs an id of its own. The data on disk stays and can be "
             "read; collect again into another folder, with other sample_ids, or with parts that "
             "have no sample twice, as by a sampler that repeats none (drop_last=True)"
+        )
+
+
+def held_by(reader: RunReader, architecture: Architecture) -> Held:
+    """Return the content of a recording on disk; its samples are read when they are used."""
+    _refuse_shards(reader, architecture)
+    values = {architecture.resolve(name): DiskTensor(reader, name) for name in reader.layers}
+    rows = {name: DiskTensor(reader, row_column(name)) for name in reader.rows or ()}
+    layers = reader.header.get("layers") if reader.header.get("inputs") is True else None
+    calls = Calls(reader, architecture, layers if isinstance(layers, list) else [])
+    return Held(
+        values,
+        reader.sample_ids,
+        calls,
+        reader.complete,
+        reader.path,
+        rows,
+        None if reader.rows is None else reader.num_rows,
+        # Recordings of earlier versions don't know it.
+        expect(reader.header.get("made_with", {}), dict),
+    )
+
+
+def _refuse_shards(reader: RunReader, architecture: Architecture) -> None:
+    """Refuse a recording of all shards of layers, which versions before 0.4 put side by side."""
+    # A process by itself keeps what it has.
+    if reader.rank is not None or reader.world_size == 1:
+        return
+    sharded = [layer for name in reader.layers if (layer := architecture[name]).shard is not None]
+    if sharded:
+        raise RecordingError(
+            f"{reader.path}: each rank holds a shard of {few(sharded, 4)}, and this version does "
+            "not put shards together: open the recording with scio-recorder 0.3, and save() it"
         )

@@ -1,4 +1,4 @@
-"""Recordings in folders and buckets: the disk format, with errors of this package.
+"""Recordings in folders and buckets: the disk format, with errors and tensors of this package.
 
 The format imports nothing else of this package and has errors of its own. What it raises becomes a
 `RecordingError` or `CollectError` here and nowhere else, so other modules take everything that can
@@ -8,17 +8,43 @@ fail from here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecorderError, RecordingError, needing
 from scio_recorder.stores.disk_format import description, medium, reader, writer
-from scio_recorder.stores.disk_format.medium import ContentError, FormatError
+from scio_recorder.stores.disk_format.medium import ContentError, FormatError, for_each
+from scio_recorder.stores.disk_format.reader import RowReader
+from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, empty_bytes
+from scio_recorder.tensors import private
+from scio_recorder.tensors.structures import map_tensors
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_PROPERTIES = (
+    *("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_mps", "is_nested", "is_quantized"),
+    *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape"),
+)
+# Answered by the specification alone, without reading.
+_ABOUT_IT = {
+    Tensor.__len__,
+    Tensor.dim,
+    Tensor.element_size,
+    Tensor.is_complex,
+    Tensor.is_floating_point,
+    Tensor.numel,
+    Tensor.size,
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+}
+_INDICES = (torch.int8, torch.int16, torch.int32, torch.int64)
+_SPAN_BYTES = 16 << 20
 
 
 def _translated(error: Exception) -> RecorderError:
@@ -95,3 +121,138 @@ def accessing(path: str, kinds: tuple[type[Exception], ...] = (OSError,)) -> Ite
 
 # Raises what a damaged or hostile file causes in the block as a `RecordingError`.
 parsing = partial(accessing, kinds=medium.DAMAGE)
+
+
+def bytes_of_row(samples: Tensor) -> int:
+    """Return the number of bytes of one row of a layer."""
+    return samples.dtype.itemsize * samples.shape[1:].numel()
+
+
+class DiskTensor(Tensor):
+    """The rows of one layer of a recording on disk: a tensor [rows, ...] on the CPU.
+
+    Indexing the first dimension reads the requested rows; every other operation reads all rows.
+    Results are ordinary tensors in memory. The tensor is read-only.
+
+    Parameters
+    ----------
+    reader : RowReader
+        Reads the files of the recording.
+    layer : str
+        The name in it of the layer, or of a column of rows.
+    """
+
+    reader: RowReader
+    layer: str
+
+    @staticmethod
+    def __new__(cls, reader: RowReader, layer: str) -> DiskTensor:
+        """Make a tensor without memory."""
+        spec = reader.table[layer]
+        shape = (reader.num_rows, *spec.shape)
+        # One that is made in inference mode could not be used outside of it.
+        with torch.inference_mode(False):
+            made: DiskTensor = private.make_wrapper(cls, shape, spec.dtype)
+        made.reader = reader
+        made.layer = layer
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Read the data that an operation needs, and hand it ordinary tensors."""
+        if func in _ABOUT_IT:
+            return private.run_without_overrides(func, args, kwargs or {})
+        if func is Tensor.__getitem__ and isinstance(args[0], DiskTensor):
+            return args[0]._item(args[1])
+        if func is Tensor.__setitem__ and isinstance(args[0], DiskTensor):
+            raise TypeError("a recording on disk is read-only: write to x[:] instead")
+        args, kwargs = map_tensors(_loaded, (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch wants a class method here
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Serve operations that come from C++ without passing `__torch_function__`."""
+        args, kwargs = map_tensors(_loaded, (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return DiskTensor, (self.reader, self.layer)
+
+    def __deepcopy__(self, memo: Any) -> DiskTensor:
+        return DiskTensor(self.reader, self.layer)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves its own untyped
+        return f"<samples on disk, {list(self.shape)}, {self.dtype}, in {self.reader.path}>"
+
+    def _item(self, index: Any) -> Any:
+        first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+        if isinstance(first, slice) and (first.step is None or first.step > 0):
+            start, stop, step = first.indices(len(self))
+            return self._read(start, max(start, stop))[(slice(None, None, step), *rest)]
+        if isinstance(first, int) and not isinstance(first, bool):
+            if not -len(self) <= first < len(self):
+                raise IndexError(f"row {first} of {len(self)}")
+            position = first % len(self)
+            return self._read(position, position + 1)[(0, *rest)]
+        if not rest and isinstance(first, Tensor | list | range):
+            return self._indexed(first)
+        return self._read(0, len(self))[index]
+
+    def __getitems__(self, index: Sequence[int]) -> list[Tensor]:
+        """Return samples as a list: a data loader requests the samples of a batch together."""
+        return list(self[list(index)].unbind())
+
+    def _indexed(self, index: Any) -> Tensor:
+        index = torch.as_tensor(index, device="cpu")
+        if index.dtype == torch.bool and index.shape == self.shape[:1]:
+            index = index.nonzero().squeeze(1)
+        if index.ndim == 1 and not len(index):
+            return self._read(0, 0)
+        if index.ndim != 1 or index.dtype not in _INDICES:
+            return self._read(0, len(self))[index]
+        low, high = int(index.min()), int(index.max())
+        if low < -len(self) or high >= len(self):
+            raise IndexError(f"row {low if low < 0 else high} of {len(self)}")
+        return self._gathered(index.long() % len(self))
+
+    def _gathered(self, positions: Tensor) -> Tensor:
+        """Return samples in any order; those in one block are read together."""
+        rows, order = positions.sort()
+        row_bytes = bytes_of_row(self)
+        # Two samples of one block are never farther apart than this.
+        apart = rows.diff() > BLOCK_BYTES // max(1, row_bytes)
+        # The bytes that are read at a time, whatever the number of samples.
+        apart |= (rows // max(1, _SPAN_BYTES // max(1, row_bytes))).diff() > 0
+        edges = [0, *(apart.nonzero().squeeze(1) + 1).tolist(), len(rows)]
+        # Not every dtype can be gathered, but bytes can.
+        out = empty_bytes(len(rows) * row_bytes).view(len(rows), row_bytes)
+
+        def gather(span: tuple[int, int]) -> None:
+            begin, end = span
+            first = int(rows[begin])
+            count = int(rows[end - 1]) + 1 - first
+            part = empty_bytes(count * row_bytes)
+            self.reader.read_into(part.numpy(), self.layer, first)
+            out[order[begin:end]] = part.view(count, row_bytes)[rows[begin:end] - first]
+
+        for_each(gather, list(pairwise(edges)), self.reader.num_readers)
+        return out.view(-1).view(self.dtype).view(len(rows), *self.shape[1:])
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        return self.reader.read(self.layer, start, stop)
+
+
+def _loaded(value: Tensor) -> Tensor:
+    return value._read(0, len(value)) if isinstance(value, DiskTensor) else value

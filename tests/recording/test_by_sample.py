@@ -13,7 +13,7 @@ from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.recording.readable import RowsOfSamples
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Device, Disk, Host
-from scio_recorder.stores.disk_tensor import DiskTensor
+from scio_recorder.stores.files import DiskTensor
 from tests.recording.rows import (
     ALL_PASSES,
     GENERATED,

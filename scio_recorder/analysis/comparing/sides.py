@@ -30,7 +30,7 @@ from scio_recorder.recording.rows import BatchRows, Rows, Source
 from scio_recorder.recording.settings import made_with
 from scio_recorder.reductions import Digest
 from scio_recorder.reductions.base import several
-from scio_recorder.stores.disk_tensor import bytes_of_row
+from scio_recorder.stores.files import bytes_of_row
 from scio_recorder.tensors.copies import Copies, gathered, twin
 from scio_recorder.tensors.digests import sample_digests
 from scio_recorder.tensors.properties import is_plain
