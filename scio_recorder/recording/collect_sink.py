@@ -195,7 +195,6 @@ class StoreSink(LayerSink):
     """
 
     writer: StoreWriter
-    wanted_dtype: torch.dtype | None
     rounds: bool = False
     # Sums of squares, in float64: of the rounding errors, and of all values.
     lost: float = 0.0
@@ -237,11 +236,6 @@ class StoreSink(LayerSink):
         rows.choose_into(place, kept)
         return place
 
-    @property
-    def relative_error(self) -> float:
-        """Norm of the rounding errors over the norm of all values."""
-        return (self.lost / self.total) ** 0.5 if self.total else 0.0
-
     def _check(self, batch: Batch, kept: Tensor) -> None:
         self._check_rows(batch, kept)
         rows, column = batch.rows, self._column
@@ -262,8 +256,8 @@ class StoreSink(LayerSink):
         self._dtype = kept.dtype
 
     def _open(self, kept: Tensor) -> Column:
-        wanted = self.wanted_dtype if kept.is_floating_point() else None
-        spec = TensorSpec(tuple(kept.shape[1:]), wanted or kept.dtype)
+        dtype = self.options.asked.dtype if kept.is_floating_point() else None
+        spec = TensorSpec(tuple(kept.shape[1:]), dtype or kept.dtype)
         self.rounds = not _holds_exactly(spec.dtype, kept.dtype)
         self._column = self.writer.column(self.layer.label, spec, kept)
         return self._column
@@ -353,15 +347,19 @@ class LayerSinks:
                 reductions = several(layers.reductions[label])
                 self.reduces[label] = ReduceSink(*shared, reductions, waits)
             else:
-                self.stores[label] = StoreSink(*shared, writer, layers.asked.dtype)
+                self.stores[label] = StoreSink(*shared, writer)
         self.receivers: dict[RowIdx, Callable[[Batch, Any], None]] = {
             label: sink.receive for label, sink in (self.stores | self.reduces).items()
         }
 
     @property
     def relative_errors(self) -> dict[RowIdx, float]:
-        """The relative errors of layers that are rounded."""
-        return {label: store.relative_error for label, store in self.stores.items() if store.rounds}
+        """The norm of rounding errors over that of all values, of layers that are rounded."""
+        return {
+            label: (store.lost / store.total) ** 0.5 if store.total else 0.0
+            for label, store in self.stores.items()
+            if store.rounds
+        }
 
     def reduce_waiting(self, batch: Batch) -> None:
         """Reduce the outputs that waited for the end of a pass, which has succeeded."""
@@ -391,43 +389,6 @@ class LayerSinks:
             if sums is not None:
                 store.rounds = True
                 store.lost, store.total = map(float, sums)
-
-
-class RowColumns:
-    """The columns that say what each row is, if a row is not a sample.
-
-    Parameters
-    ----------
-    writer : StoreWriter
-        Where they are kept, beside the layers.
-    """
-
-    def __init__(self, writer: StoreWriter) -> None:
-        self._writer = writer
-        # The first batch has all of them.
-        self.names: list[str] = []
-
-    def put(self, batch: Batch) -> None:
-        """Keep the facts about each row of a batch."""
-        columns = batch.rows.columns
-        self.names = self.names or list(columns)
-        for name in self.names:
-            values = columns.get(name)
-            if values is None:
-                raise CollectError(
-                    f"batch {batch.number} has no field {name!r}, which earlier batches had: "
-                    "give it with all batches, or say with fields= what to keep"
-                )
-            if name == "sample":
-                values = values + (len(self._writer.sample_ids) - batch.skip)
-            spec = TensorSpec((), values.dtype)
-            column = self._writer.columns.get(name) or self._writer.column(name, spec, values)
-            if values.dtype != column.spec.dtype:
-                raise CollectError(
-                    f"the field {name!r} is {values.dtype} after {column.spec.dtype}: convert it "
-                    "with fields={...: lambda batch: ...}"
-                )
-            column.place(batch.start, len(values)).copy_(values)
 
 
 class CollectSink:
@@ -503,8 +464,4 @@ def _rounding(exact: Tensor, kept: Tensor) -> tuple[float, float]:
     exact, rounded = (
         torch.nan_to_num(x.double(), nan=0.0, posinf=0.0, neginf=0.0) for x in (exact, rounded)
     )
-    return _squares(exact - rounded), _squares(exact)
-
-
-def _squares(values: Tensor) -> float:
-    return float(values.square().sum())
+    return float((exact - rounded).square().sum()), float(exact.square().sum())

@@ -15,13 +15,12 @@ from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.watch import why_not_called
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError, RecorderError
-from scio_recorder.layer import few, text_of
+from scio_recorder.layer import TensorSpec, few, text_of
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import InStep
 from scio_recorder.postprocessors.assigning import Postprocessors
-from scio_recorder.recording.advice import Advice, raise_for_batch
-from scio_recorder.recording.collect_sink import Batch, CollectSink, LayerSinks, RowColumns
-from scio_recorder.recording.feed import Feed
+from scio_recorder.recording.collect_sink import Batch, CollectSink, LayerSinks
+from scio_recorder.recording.feed import Advice, Feed, raise_for_batch
 from scio_recorder.recording.options import LayerOptions
 from scio_recorder.recording.recording import Recording, open_recording
 from scio_recorder.recording.row_kinds import ContinuedPass, Continuing
@@ -224,16 +223,20 @@ class OpenCollection:
         self._writer, self._settings = writer, settings
         self._durable = Durable(writer)
         self._sinks = LayerSinks(self.layers, writer, waits=self.is_of_others)
-        self._columns = RowColumns(writer)
         self._weights = WeightDigests() if self.layers.with_inputs else None
         self._continuing = Continuing() if self.is_of_others and self.asked.rows else None
         self._advice = Advice(self.capture.net, self.asked, is_dataset=not self.is_of_others)
-        # Whether batches have their optional entries, by name: all batches or none. If others run
-        # the passes, they choose the inputs of each.
-        self._has: dict[str, bool] | None = None if self._continuing else {}
         architecture = self.layers.architecture
-        self._first = architecture[self.layers.recording[0]]
-        self._input_shapes = architecture[0, 1].input_shape
+        self._source = partial(
+            Source,
+            self.capture.net,
+            layer=architecture[self.layers.recording[0]],
+            labelled=architecture[0, 1].input_shape,
+            # If others run the passes, they choose the inputs of each.
+            has=None if self._continuing else {},
+        )
+        # The names of the columns of rows: the first batch has all of them.
+        self._columns: list[str] = []
         # The number of samples at labelling, if known.
         self._labelled: tuple[int] | None = None
         # Whether commits count: no reduction holds a part of a pass that failed.
@@ -242,7 +245,7 @@ class OpenCollection:
             with parsing("the state of the recording to go on with"):
                 # Recordings of versions without rows have no columns.
                 names = expect(expect(writer.state, dict).get("columns", []), list)
-                self._columns.names = [expect(name, str) for name in names]
+                self._columns = [expect(name, str) for name in names]
                 self._sinks.restore(writer.state)
 
     @property
@@ -274,9 +277,7 @@ class OpenCollection:
             Whether it is one of those to take.
         """
         self._check_trusted()
-        net, writer, durable = self.capture.net, self._writer, self._durable
-        labelled = self._first, self._input_shapes
-        source = Source(net, loaded, inputs, self.feed.number, *labelled, self._has)
+        durable, source = self._durable, self._source(loaded, inputs, self.feed.number)
         self._advice.look_at(source)
         continued, rows = self._rows(source, is_taken=is_taken)
         is_taken &= continued is None or continued.sequences.is_taken
@@ -294,7 +295,7 @@ class OpenCollection:
             ids,
             rows.of_some(skip, rows.num_samples) if skip else rows,
             rows.num_rows,
-            writer.start,
+            self._writer.start,
             skip,
             is_part=bool(skip or num_repeats),
             is_taken=is_taken,
@@ -338,7 +339,7 @@ class OpenCollection:
         # Before the pass, since one that can't be kept need not run. Rows kept nowhere take no
         # memory.
         if batch.rows.columns and self.layers.keeps_rows:
-            self._columns.put(batch)
+            self._put_columns(batch)
         sink = CollectSink(self._sinks, batch, self._writer.calls, self._weights)
         try:
             output = run(sink)
@@ -349,6 +350,28 @@ class OpenCollection:
             raise
         self._commit(batch, sink)
         return output
+
+    def _put_columns(self, batch: Batch) -> None:
+        """Keep the facts about each row of a batch, beside the layers."""
+        columns, writer = batch.rows.columns, self._writer
+        self._columns = self._columns or list(columns)
+        for name in self._columns:
+            values = columns.get(name)
+            if values is None:
+                raise CollectError(
+                    f"batch {batch.number} has no field {name!r}, which earlier batches had: "
+                    "give it with all batches, or say with fields= what to keep"
+                )
+            if name == "sample":
+                values = values + (len(writer.sample_ids) - batch.skip)
+            spec = TensorSpec((), values.dtype)
+            column = writer.columns.get(name) or writer.column(name, spec, values)
+            if values.dtype != column.spec.dtype:
+                raise CollectError(
+                    f"the field {name!r} is {values.dtype} after {column.spec.dtype}: convert it "
+                    "with fields={...: lambda batch: ...}"
+                )
+            column.place(batch.start, len(values)).copy_(values)
 
     def _commit(self, batch: Batch, sink: CollectSink) -> None:
         """Count a pass, which has succeeded."""
@@ -424,8 +447,8 @@ class OpenCollection:
 
     def _state(self) -> State:
         """Return what resuming needs besides the rows, for a commit."""
-        own = {"columns": self._columns.names, "length": self.feed.length}
-        return {**self._sinks.state(), **own}
+        of_feed = {"columns": self._columns, "length": self.feed.length}
+        return {**self._sinks.state(), **of_feed}
 
 
 def go_through(
@@ -654,8 +677,8 @@ class CollectedPasses:
         batch: Batch = begin(named, Inputs((), named), is_taken=is_taken)
 
         def run(sink: CollectSink | None = None) -> Any:
-            watched = capture.is_watched
-            return capture.run(call, *inputs, posts=posts, records_outputs=watched, sink=sink)
+            is_watched = capture.is_watched
+            return capture.run(call, *inputs, posts=posts, records_outputs=is_watched, sink=sink)
 
         try:
             output = opened.take(batch, run) if batch.is_new else run()

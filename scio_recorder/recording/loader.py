@@ -39,7 +39,7 @@ from scio_recorder.nets.selection import select
 from scio_recorder.recording.readable import Readable
 from scio_recorder.stores.disk_format.tensor_file import checksum, dump, empty_bytes
 from scio_recorder.stores.files import DiskTensor, bytes_of_row
-from scio_recorder.tensors.arguments import ProcessRank, booleans, this_process, whole
+from scio_recorder.tensors.arguments import booleans, whole
 from scio_recorder.tensors.digests import digest_of
 
 BUFFER_BYTES = 256 << 20
@@ -81,13 +81,6 @@ class Arguments:
         """Return the arguments that decide the order of rows, which are equal on all ranks."""
         others = ("rank", "with_rows")
         return {name: value for name, value in asdict(self).items() if name not in others}
-
-
-def place_of(rank: int | None, world_size: int | None) -> ProcessRank:
-    """Return the given rank and world size, or those of this process."""
-    if rank is None and world_size is None:
-        return this_process()
-    return ProcessRank.checked(rank, world_size, ArgumentError)
 
 
 def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[RowIdx, Tensor]:

@@ -318,10 +318,12 @@ class LayerOptions:
     @property
     def keeps_rows(self) -> bool:
         """Whether what is kept has an entry for each row, which needs the row's sample."""
-        if self.asked.store is not None:
-            return True
-        lists = (each if isinstance(each, list) else [each] for each in self.reductions.values())
-        return any(reduction.keeps_rows for reductions in lists for reduction in reductions)
+        from scio_recorder.reductions.base import several
+
+        each_layer = map(several, self.reductions.values())
+        return self.asked.store is not None or any(
+            reduction.keeps_rows for reductions in each_layer for reduction in reductions
+        )
 
     def refuse_shards(self) -> None:
         """Refuse layers of which each process has only a shard, as far as is known."""
@@ -342,13 +344,14 @@ class LayerOptions:
         Functions count only by whether they are given, since they can't be compared. The weights of
         the net are missing, since reading all of them takes time: see `weights_digest`.
         """
-        from scio_recorder.recording.settings import recipes_of
+        from scio_recorder.recording.settings import recipe_of
+        from scio_recorder.reductions.base import of_each
 
         asked = self.asked
-        reductions = {text_of(label): recipes_of(each) for label, each in self.reductions.items()}
+        recipes = {text_of(at): of_each(recipe_of, each) for at, each in self.reductions.items()}
         return {
             "layers": list(map(text_of, self.recording)),
-            "reductions": reductions,
+            "reductions": recipes,
             **({"attention": list(map(text_of, self.attention))} if self.attention else {}),
             "dtype": None if asked.dtype is None else dtype_name(asked.dtype),
             "every": asked.every,

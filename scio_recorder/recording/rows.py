@@ -288,7 +288,7 @@ class Source:
         """The arguments of the network's forward, by name."""
         return self.inputs.named(self.net)
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The tensor arguments, and the first tensor of each tuple."""
         first = {
@@ -297,21 +297,16 @@ class Source:
         }
         return {name: value for name, value in first.items() if isinstance(value, Tensor)}
 
-    def labelled_shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape that an argument had at labelling, if known."""
+    @cached_property
+    def labelled_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of tensor arguments at labelling, as far as they are known."""
         shapes = self.labelled
         if not isinstance(shapes, Mapping):
             # The shapes of positional arguments in order, or the shape of the only one.
             several = shapes if isinstance(shapes, tuple) else ()
             alone = _is_shape(several)
             shapes = dict(zip(self.arguments, [several] if alone else several, strict=False))
-        shape = shapes.get(name)
-        return shape if _is_shape(shape) else None
-
-    @cached_property
-    def shapes_at_labelling(self) -> list[tuple[Tensor, tuple[int, ...] | None]]:
-        """Each tensor among the arguments, with its shape at labelling if known."""
-        return [(value, self.labelled_shape(name)) for name, value in self.tensors.items()]
+        return {name: shapes[name] for name in self.tensors if _is_shape(shapes.get(name))}
 
     def number_at_labelling(self, number: int) -> tuple[int] | None:
         """Return the number of samples at labelling, if an argument that counts them shows it.
@@ -321,7 +316,8 @@ class Source:
         number : int
             The number of samples in this batch.
         """
-        for value, before in self.shapes_at_labelling:
+        for name, before in self.labelled_shapes.items():
+            value = self.tensors[name]
             if before and len(before) == value.ndim and len(value) == number:
                 return (before[0],)
         return None
@@ -336,10 +332,10 @@ class Source:
         number : int
             The number of dimensions.
         """
-        argument, shape = self.tensors.get(name), self.labelled_shape(name)
-        if shape is None or argument is None or len(shape) != argument.ndim:
+        shape = self.labelled_shapes.get(name)
+        if shape is None or len(shape) != self.tensors[name].ndim:
             return None
-        return shape[:number] if shape[number:] == tuple(argument.shape[number:]) else None
+        return shape[:number] if shape[number:] == self.tensors[name].shape[number:] else None
 
     def find(self, name: str) -> Any:
         """Return an entry or attribute of the batch, or an argument of forward; None if missing."""

@@ -105,14 +105,11 @@ def in_words(made: Mapping[str, Any], other: Mapping[str, Any] | None = None) ->
 
 def fresh(pattern: Any) -> Reductions:
     """Return new reductions like those that ``reduce=`` gives for a layer; refuse other values."""
-    if isinstance(pattern, Reduction):
-        return pattern.fresh()
-    if (
-        isinstance(pattern, list | tuple)
-        and pattern
-        and all(isinstance(r, Reduction) for r in pattern)
-    ):
-        return [reduction.fresh() for reduction in pattern]
+    is_list = isinstance(pattern, list | tuple)
+    patterns = pattern if is_list else [pattern]
+    if patterns and all(isinstance(each, Reduction) for each in patterns):
+        each = [reduction.fresh() for reduction in patterns]
+        return each if is_list else each[0]
     shown = pattern.__name__ if isinstance(pattern, type) else repr(pattern)
     hint = f": write {shown}()" if isinstance(pattern, type) else ""
     raise CollectError(
@@ -121,15 +118,18 @@ def fresh(pattern: Any) -> Reductions:
     )
 
 
-def recipes_of(layer_reductions: Reductions) -> Any:
-    """Return the recipes of a layer's reductions: a dict, or a list of dicts.
+def recipe_of(reduction: Reduction) -> dict[str, Any]:
+    """Return the recipe of a reduction, from which `from_recipes` makes a new one.
 
     Examples
     --------
-    >>> recipes_of([reductions.Quantiles([0.5])])
-    [{'kind': 'Quantiles', 'by_class': False, 'q': [0.5]}]
+    >>> recipe_of(reductions.Quantiles([0.5]))
+    {'kind': 'Quantiles', 'by_class': False, 'q': [0.5]}
     """
-    return of_each(_recipe, layer_reductions)
+    kind = type(reduction).__name__
+    if isinstance(reduction, SampleReduction) and _ours(kind) is type(reduction):
+        return reduction.recipe
+    return {"kind": kind, "custom": True}
 
 
 def states_of(reductions: Mapping[RowIdx, Reductions]) -> dict[str, Any]:
@@ -162,13 +162,6 @@ def from_recipes(
     except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
         raise RecordingError(f"{where}: its reduction can't be restored: {error}") from error
     return merged if isinstance(recipes, list) else merged[0]
-
-
-def _recipe(reduction: Reduction) -> dict[str, Any]:
-    kind = type(reduction).__name__
-    if isinstance(reduction, SampleReduction) and _ours(kind) is type(reduction):
-        return reduction.recipe
-    return {"kind": kind, "custom": True}
 
 
 def _pattern(recipe: Any, where: str) -> Reduction:

@@ -24,8 +24,7 @@ from scio_recorder.layer import Layer, RowIdx, counted, few
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import refuse_unkeepable
 from scio_recorder.recording import Recording
-from scio_recorder.recording.advice import Advice, raise_for_batch
-from scio_recorder.recording.feed import Feed
+from scio_recorder.recording.feed import Advice, Feed, raise_for_batch
 from scio_recorder.recording.rows import BatchRows, Rows, Source
 from scio_recorder.recording.settings import made_with
 from scio_recorder.reductions import Digest
