@@ -365,8 +365,12 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         >>> architecture.in_order(architecture)
         [(1, 1), (1, 2), (0, 1)]
         """
-        ranks = [(self._known[label].completion, label) for label in labels]
-        return [label for _, label in sorted([(-1 if at is None else at, k) for at, k in ranks])]
+        # A layer that did not run has none, and comes first.
+        return sorted(labels, key=self._rank)
+
+    def _rank(self, label: RowIdx) -> tuple[int, RowIdx]:
+        completion = self._known[label].completion
+        return (-1 if completion is None else completion), label
 
     def enclosing(self, label: RowIdx) -> list[DepthIdx]:
         """Return the calls inside which a layer ran, the nearest first, without the layer itself.
@@ -419,7 +423,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         True
         """
         layers = [_encode_layer(layer) for layer in self.values()]
-        names = {name: [list(label) for label in labels] for name, labels in self._names.items()}
+        names = {name: list(map(list, labels)) for name, labels in self._names.items()}
         plain: dict[str, Any] = {"format": _FORMAT, "layers": layers, "names": names}
         if self.operations:
             plain["operations"] = [_encode_operation(one) for one in self.operations.values()]

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.capture.watch import Passes, WatchedCalls, Watcher, why_not_called
 from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
-from scio_recorder.layer import Operation, few
+from scio_recorder.layer import few
 from scio_recorder.nets.attention import AttentionRecords
 from scio_recorder.nets.offers import nearest
 from scio_recorder.nets.records import LayerMapping, Records
@@ -146,12 +146,8 @@ class Collecting(nn.Module):
     @property
     def recorded_modules(self) -> LayerMapping[nn.Module]:
         """The modules of the recorded layers, by label; operations have none."""
-        rows = map(self.architecture.__getitem__, self.recording)
-        modules: dict[RowIdx, nn.Module] = {
-            row.label: row.module
-            for row in rows
-            if row.module is not None and not isinstance(row, Operation)
-        }
+        layers = [self.architecture[at] for at in self.recording if len(at) == 2]
+        modules: dict[RowIdx, Any] = {layer.label: layer.module for layer in layers}
         return LayerMapping(self.architecture, modules, "module")
 
     @property
@@ -186,12 +182,12 @@ class Collecting(nn.Module):
         """
         activations = self.activations
         peeked = {label: activations.peek(label) for label in activations}
-        differentiable = {
+        nodes = {
             label: map_tensors(_node, activation)
             for label, activation in peeked.items()
             if any(tensor.requires_grad for tensor in tensors(activation))
         }
-        return LayerMapping(self.architecture, differentiable, "autograd node")
+        return LayerMapping(self.architecture, nodes, "autograd node")
 
     def on_gradients(self, hook: Callable[[dict[RowIdx, Any]], object]) -> RemovableHandle:
         """Register a function that is called with the gradients of the recorded layers.
@@ -365,7 +361,7 @@ class Collecting(nn.Module):
         """
         parameters = self.recorded_params
         copies: dict[str, Tensor]
-        copies = map_tensors(lambda one: one.detach().to("cpu", copy=True), parameters)
+        copies = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), parameters)
         return copies
 
     @contextlib.contextmanager

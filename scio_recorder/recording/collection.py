@@ -23,7 +23,7 @@ from scio_recorder.recording.collect_sink import Batch, CollectSink, LayerSinks
 from scio_recorder.recording.feed import Advice, Feed, raise_for_batch
 from scio_recorder.recording.options import LayerOptions
 from scio_recorder.recording.recording import Recording, open_recording
-from scio_recorder.recording.row_kinds import ContinuedPass, Continuing
+from scio_recorder.recording.row_kinds import Continuing
 from scio_recorder.recording.rows import BatchRows, Source
 from scio_recorder.recording.settings import made_with
 from scio_recorder.stores import Job, State, Store, StoreWriter, as_store
@@ -279,8 +279,13 @@ class OpenCollection:
         self._check_trusted()
         durable, source = self._durable, self._source(loaded, inputs, self.feed.number)
         self._advice.look_at(source)
-        continued, rows = self._rows(source, is_taken=is_taken)
-        is_taken &= continued is None or continued.sequences.is_taken
+        kind, continued, rows = self.asked.rows, None, None
+        if self._continuing is not None and kind is not None:
+            first = durable.samples_come
+            continued, rows = self._continuing.begin(kind, source, first, is_taken=is_taken)
+            is_taken &= continued.sequences.is_taken
+        elif kind is not None:
+            rows = kind.of(source)
         ids, number = self._ids(source, rows, is_taken=is_taken)
         rows = rows or BatchRows.of_samples(number, self._labelled)
         num_repeats = number - len(ids)
@@ -302,17 +307,6 @@ class OpenCollection:
             is_new=is_taken and not (is_durable or durable.is_complete),
             continued=continued,
         )
-
-    def _rows(
-        self, source: Source, *, is_taken: bool
-    ) -> tuple[ContinuedPass | None, BatchRows | None]:
-        """Return the rows of a batch, None if they are its samples; and the pass that continues."""
-        kind = self.asked.rows
-        if kind is None:
-            return None, None
-        if self._continuing is None:
-            return None, kind.of(source)
-        return self._continuing.begin(kind, source, self._durable.samples_come, is_taken=is_taken)
 
     def _ids(self, source: Source, rows: BatchRows | None, *, is_taken: bool) -> tuple[Ids, int]:
         """Return the ids of a batch's samples, and their number with repeats at the end."""
@@ -474,12 +468,10 @@ def go_through(
         _check_compiled(collection)
 
     def run(inputs: Inputs, sink: CollectSink | None) -> Any:
-        args, kwargs = inputs
+        options: Any = {"posts": posts, "records_outputs": False, "stop": stop, "sink": sink}
         if compiled is None:
-            return capture.run(
-                net, args, kwargs, posts=posts, records_outputs=False, stop=stop, sink=sink
-            )
-        call = partial(compiled, *args, activation_postproc=posts, **kwargs)
+            return capture.run(net, *inputs, **options)
+        call = partial(compiled, *inputs.args, activation_postproc=posts, **inputs.kwargs)
         return call() if sink is None else capture.hand_on_compiled(call, sink)
 
     together = InStep(net)

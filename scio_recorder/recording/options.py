@@ -121,21 +121,21 @@ class CollectOptions:
         rows_or_none(self.rows, CollectError)
 
     @classmethod
-    def of(cls, function: Callable[..., Any], given: Mapping[str, object], **others: Any) -> Self:
+    def of(cls, function: Callable[..., Any], options: Mapping[str, object], **others: Any) -> Self:
         """Return the options that a function was given.
 
         Parameters
         ----------
         function : callable
             A function that `shows` options: only those are its keywords.
-        given : mapping
+        options : mapping
             Its keywords.
         **others
             Options that it decides itself.
         """
-        for name in given.keys() - inspect.signature(function).parameters.keys():
+        for name in options.keys() - inspect.signature(function).parameters.keys():
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
-        return cls(**cast("dict[str, Any]", {**others, **given}))
+        return cls(**cast("dict[str, Any]", {**others, **options}))
 
 
 class SharedKeywords(TypedDict, total=False):
@@ -201,7 +201,7 @@ def shows(keywords: type, **defaults: Any) -> Callable[[F], F]:
             texts = [_explained(option.name, option.default) for option in options]
             shown.__doc__ = re.sub(
                 r"( *)\*\*options\n(\1 +.*\n)+",
-                lambda found: re.sub(r"(?m)^(?=.)", found[1], "".join(texts)),
+                lambda match: re.sub(r"(?m)^(?=.)", match[1], "".join(texts)),
                 function.__doc__,
             )
         return function

@@ -329,5 +329,7 @@ class Readable(LayerMapping[Any]):
         if label not in self._reductions:
             return self._values[label]
         if label not in self._results:
-            self._results[label] = of_each(lambda one: one.compute(), self._reductions[label])
+            self._results[label] = of_each(
+                lambda reduction: reduction.compute(), self._reductions[label]
+            )
         return self._results[label]

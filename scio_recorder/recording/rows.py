@@ -208,12 +208,12 @@ class BatchRows:
             lines = values.flatten(0, len(self.shape) - 1)
             torch.index_select(lines, 0, self._index_beside(lines), out=place)
 
-    def labels(self, given: Any) -> list[Any]:
-        """Return the label of each row, given those of a batch.
+    def labels(self, labels: Any) -> list[Any]:
+        """Return the label of each row, from those of a batch.
 
         Parameters
         ----------
-        given : tensor, array or sequence
+        labels : tensor, array or sequence
             One for each entry of all leading dimensions, of the first of them, or for each sample.
 
         Returns
@@ -226,7 +226,7 @@ class BatchRows:
         CollectError
             Their number is none of these.
         """
-        values = given.tolist() if hasattr(given, "tolist") else list(given)
+        values = labels.tolist() if hasattr(labels, "tolist") else list(labels)
         lengths = {len(value) for value in values if isinstance(value, list | tuple)}
         shape = (len(values), *lengths)
         if shape == self.shape and lengths:
@@ -414,9 +414,9 @@ class Source:
             )
         return value
 
-    def numbers(self, what: str, given: Name) -> Tensor:
+    def numbers(self, what: str, name: Name) -> Tensor:
         """Return integers, such as the graph of each node; refuse others."""
-        numbers = self.read(what, given)
+        numbers = self.read(what, name)
         if numbers.is_floating_point() or numbers.is_complex():
             raise CollectError(
                 f"{what} of rows= is {numbers.dtype} in batch {self.number}: give integers"

@@ -135,7 +135,10 @@ def recipe_of(reduction: Reduction) -> dict[str, Any]:
 def states_of(reductions: Mapping[RowIdx, Reductions]) -> dict[str, Any]:
     """Return the states of the reductions of each layer, by its label as text."""
     items = reductions.items()
-    return {text_of(label): of_each(lambda one: one.state_dict(), each) for label, each in items}
+    return {
+        text_of(label): of_each(lambda reduction: reduction.state_dict(), each)
+        for label, each in items
+    }
 
 
 def restore(reductions: Mapping[RowIdx, Reductions], states: Mapping[str, Any]) -> None:

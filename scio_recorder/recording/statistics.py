@@ -29,7 +29,6 @@ from scio_recorder.reductions import (
     Min,
     Moments,
     MomentsResult,
-    Reduction,
 )
 from scio_recorder.reductions.alive import unit_dimension
 from scio_recorder.reductions.base import as_floats, num_true, several
@@ -54,8 +53,6 @@ EXPLOSION_SHARE = 0.25
 _REACH = 6.0
 # Values that are looked at together: they and their temporaries stay in the cache.
 _PIECE = 1 << 18
-# The statistics that a reduction may give of all values together.
-_OVERALL = ("mean", "std", "low", "high")
 
 
 class RunningStatistics:
@@ -306,7 +303,8 @@ def _exploding(dead: Tensor, max_abs: Tensor) -> tuple[tuple[int, ...], float]:
 
 def _of_reductions(recording: Readable, label: RowIdx) -> figure.LayerSummary:
     reductions = several(recording.reductions[label])
-    fields: dict[str, Any] = {}
+    values: dict[str, float] = {}
+    drawn: dict[str, Any] = {}
     notes: list[str] = []
     warnings: list[str] = []
     for reduction in reductions:
@@ -317,30 +315,26 @@ def _of_reductions(recording: Readable, label: RowIdx) -> figure.LayerSummary:
             notes.append(f"{kind}: {error}")
             continue
         warnings += _troubles(kind, result)
-        shown = _shown(reduction, result)
-        if not shown:
+        overall, parts = reduction.overall(result), _drawn(result)
+        if not (overall or parts):
             notes.append(f"{kind} is not drawn")
-        fields = {**shown, **fields}
-    values = {name: fields.pop(name) for name in _OVERALL if name in fields}
+        # The first that knows something says it.
+        values, drawn = overall | values, parts | drawn
     return figure.LayerSummary(
         layer=recording.architecture[label],
         kept=", ".join(type(reduction).__name__ for reduction in reductions),
         values=figure.ValueStatistics(**values),
         notes=notes,
         warnings=warnings,
-        **fields,
+        **drawn,
     )
 
 
-def _shown(reduction: Reduction, result: Any) -> dict[str, Any]:
-    """Return the fields of a summary that the result of a reduction gives."""
-    overall = reduction.overall(result)
-    shown: dict[str, Any] = {name: overall[name] for name in _OVERALL if name in overall}
+def _drawn(result: Any) -> dict[str, Any]:
+    """Return the fields of a summary that the result of a reduction fills."""
     if isinstance(result, HistogramResult):
-        shown["bars"] = _bars(result)
-    if isinstance(result, AliveResult):
-        shown["units"] = _units(result)
-    return shown
+        return {"bars": _bars(result)}
+    return {"units": _units(result)} if isinstance(result, AliveResult) else {}
 
 
 def _troubles(kind: str, result: Any) -> list[str]:

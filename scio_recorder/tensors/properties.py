@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import mul
 from typing import Any, TypeAlias
 
 import torch
@@ -146,8 +147,8 @@ def _fits_its_memory(tensor: Tensor) -> bool:
 
 def extent_of(tensor: Tensor) -> int:
     """Return the number of elements in memory from a tensor's first to its last."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    strides = tensor.stride()
+    return 1 + sum(map(mul, tensor.shape, strides)) - sum(strides) if tensor.numel() else 0
 
 
 def is_plain(tensor: Tensor) -> bool:
