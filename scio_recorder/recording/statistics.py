@@ -51,6 +51,8 @@ EXPLOSION_UNITS = 8
 EXPLOSION_SHARE = 0.25
 # Bins reach no further from the mean than this number of standard deviations.
 _REACH = 6.0
+# The statistics that a reduction may give of all values together.
+_OVERALL = ("mean", "std", "low", "high")
 # Values that are looked at together: they and their temporaries stay in the cache.
 _PIECE = 1 << 18
 
@@ -316,6 +318,7 @@ def _of_reductions(recording: Readable, label: RowIdx) -> figure.LayerSummary:
             continue
         warnings += _troubles(kind, result)
         overall, parts = reduction.overall(result), _drawn(result)
+        overall = {name: overall[name] for name in _OVERALL if name in overall}
         if not (overall or parts):
             notes.append(f"{kind} is not drawn")
         # The first that knows something says it.
