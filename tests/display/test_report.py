@@ -228,7 +228,7 @@ def test_where_a_page_can_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ArgumentError, match="title=3"):
         recording.report(tmp_path / "page.html", title=3)  # type: ignore[arg-type]
     # It must be said before hours of reading.
-    monkeypatch.setattr("scio_recorder.recording.showing.summarise", None)
+    monkeypatch.setattr("scio_recorder.recording.recording.summarise", None)
     with pytest.raises(RecordingError, match=r"no_such_folder.*No such file.*folder that is there"):
         recording.report(tmp_path / "no_such_folder" / "page.html")
     with pytest.raises(RecordingError, match="Not a directory"):
