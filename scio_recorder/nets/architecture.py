@@ -370,7 +370,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
 
     def _rank(self, label: RowIdx) -> tuple[int, RowIdx]:
         completion = self._known[label].completion
-        return (-1 if completion is None else completion), label
+        return -1 if completion is None else int(completion), label
 
     def enclosing(self, label: RowIdx) -> list[DepthIdx]:
         """Return the calls inside which a layer ran, the nearest first, without the layer itself.

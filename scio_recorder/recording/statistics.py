@@ -305,7 +305,7 @@ def _exploding(dead: Tensor, max_abs: Tensor) -> tuple[tuple[int, ...], float]:
 
 def _of_reductions(recording: Readable, label: RowIdx) -> figure.LayerSummary:
     reductions = several(recording.reductions[label])
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     drawn: dict[str, Any] = {}
     notes: list[str] = []
     warnings: list[str] = []

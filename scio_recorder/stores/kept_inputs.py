@@ -319,7 +319,7 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
     def container(whole: Any, parts: list[tuple[Any, JSON]]) -> JSON:
         kind = type(whole)
         if kind is dict:
-            named = [[k if type(k) is str else encode(k, tensor), node] for k, node in parts]
+            named: JSON = [[k if type(k) is str else encode(k, tensor), node] for k, node in parts]
             return {"dict": named}
         nodes = [node for _, node in parts]
         return nodes if kind is list else {"tuple" if kind is tuple else "size": nodes}

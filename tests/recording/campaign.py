@@ -15,7 +15,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from scio_recorder.reductions import Covariance, Mean
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.files import RunWriter, holds_recording
-from tests.recording.nets import batches, expected, recorder
+from tests.recording.nets import batches, expected, failing_after, recorder
 from tests.stores.disk_format import runs
 from tests.stores.disk_format.runs import calls_of
 
@@ -55,14 +55,9 @@ class Job:
 
     def interrupt(self, path: Path, after: int) -> None:
         """Leave what a loader leaves that fails after some batches."""
-
-        def loader() -> Iterator[torch.Tensor]:
-            yield from self.data[:after]
-            raise InterruptedError
-
-        store = Disk(path, chunk_bytes=1)
+        loader, store = failing_after(self.data, after), Disk(path, chunk_bytes=1)
         try:
-            self.rnet.collect(loader(), store=store, reduce=self.reduce, progress=False)
+            self.rnet.collect(loader, store=store, reduce=self.reduce, progress=False)
         except InterruptedError:
             return
         raise AssertionError("the loader was not heard")

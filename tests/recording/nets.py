@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -64,6 +65,14 @@ def recorder(*selectors: Any, net: nn.Module | None = None, **options: Any) -> R
     rnet = Recorder(plain_net() if net is None else net, input_size=(2, 4))
     rnet.record(*(selectors or (("*", "2/add_") if net is None else ("*",))), **options)
     return rnet
+
+
+def failing_after(
+    data: Sequence[Any], number: int, error: type[BaseException] = InterruptedError
+) -> Iterator[Any]:
+    """Yield so many batches, as a loader that fails then."""
+    yield from data[:number]
+    raise error
 
 
 def batches(*sizes: int, seed: int = 0) -> list[Tensor]:

@@ -11,14 +11,25 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Subset, TensorDataset
 
 from scio_recorder import CollectError, FlowError, Recorder, RecordingError, Tokens, open_recording
 from scio_recorder.errors import LayerNotFoundError
 from scio_recorder.reductions import Covariance, Mean
 from scio_recorder.stores import Disk, Host
 from scio_recorder.stores.disk_format import folder as system
-from tests.recording.nets import Positions, assert_same, batches, expected, plain_net, recorder
+from tests.recording.nets import (
+    Positions,
+    assert_same,
+    batches,
+    expected,
+    failing_after,
+    plain_net,
+    recorder,
+)
 from tests.zoo.structures import Columns
+
+SAMPLES = TensorDataset(torch.ones(6, 4))
 
 
 def test_nothing_selected():
@@ -42,15 +53,25 @@ def test_batch_not_understood(batch):
         recorder("0").collect([batch])
 
 
-def test_a_single_tensor_is_no_dataset():
-    with pytest.raises(CollectError, match="split"):
-        recorder("0").collect(torch.ones(3, 4))
-
-
-def test_a_mapping_is_no_dataset():
-    for options in ({}, {"to_inputs": lambda batch: batch["input"]}):
-        with pytest.raises(CollectError, match=r"batches is a mapping.*batches=\[x\]"):
-            recorder("0").collect({"input": torch.ones(3, 4)}, **options)
+@pytest.mark.parametrize(
+    ("data", "options", "match"),
+    [
+        (torch.ones(3, 4), {}, "split"),
+        ({"input": torch.ones(3, 4)}, {}, r"batches is a mapping.*batches=\[x\]"),
+        (
+            {"input": torch.ones(3, 4)},
+            {"to_inputs": lambda batch: batch["input"]},
+            r"batches is a mapping.*batches=\[x\]",
+        ),
+        (SAMPLES, {}, "batches is a TensorDataset.*DataLoad"),
+        (Subset(SAMPLES, range(2)), {}, "batches is a Subset.*DataLoad"),
+        (3, {}, "iterated"),
+        (None, {}, "iterated"),
+    ],
+)
+def test_what_is_no_dataset(data, options, match):
+    with pytest.raises(CollectError, match=match):
+        recorder("0").collect(data, **options)
 
 
 def test_a_mapping_of_keys_to_something_else_is_a_dataset():
@@ -143,12 +164,6 @@ def test_lists_of_numbers_are_no_tensors(rows, names):
         batch = dict.fromkeys(names, given)
         with pytest.raises(CollectError, match=r"input_ids is a list, not a tensor.*return_tens"):
             rnet.collect([batch], rows=rows)
-
-
-@pytest.mark.parametrize("given", [3, None])
-def test_not_iterable(given):
-    with pytest.raises(CollectError, match="iterated"):
-        recorder("0").collect(given)
 
 
 def test_ragged_samples_name_layer_shapes_and_transform(tmp_path):
@@ -287,6 +302,8 @@ def test_dimension_0_counts_samples_by_chance_at_first():
         ({"sample_ids": lambda batch: [1]}, r"a batch of 1 sample, .*let sample_ids= give one id"),
         ({"sample_ids": lambda batch: [1.5, 2.5]}, "integers"),
         ({"sample_ids": lambda batch: [1, "a"]}, "integers"),
+        ({"sample_ids": lambda batch: [7, 7]}, "batch 0 has the id 7"),
+        ({"to_inputs": lambda batch: ((batch,), {1: batch})}, "keyword"),
     ],
 )
 def test_options_that_can_not_be_followed(options, match):
@@ -418,14 +435,9 @@ def test_a_flow_that_changes_midway():
 @pytest.mark.parametrize("reduce", [None, {"0": Mean()}])
 def test_a_loader_that_raises_midway(reduce, tmp_path):
     rnet, data = recorder("0", "3"), batches(3, 2, 4)
-
-    def loader():
-        yield from data[:2]
-        raise ConnectionError("gone")
-
     path = f"disk:{tmp_path}/run"
     with pytest.raises(ConnectionError):
-        rnet.collect(loader(), store=path, reduce=reduce)
+        rnet.collect(failing_after(data, 2, ConnectionError), store=path, reduce=reduce)
     found = open_recording(tmp_path / "run")
     assert found.num_samples == 5
     assert not found.complete
@@ -437,7 +449,7 @@ def test_a_loader_that_raises_midway(reduce, tmp_path):
 
     host = Host()
     with pytest.raises(ConnectionError):
-        rnet.collect(loader(), store=host)
+        rnet.collect(failing_after(data, 2, ConnectionError), store=host)
     assert_same(rnet.collect(data, store=host), expected(rnet, data))
 
 

@@ -28,6 +28,7 @@ from scio_recorder.reductions import (
     Quantiles,
 )
 from tests.attention_nets import HEADS, SIZE, Net
+from tests.recording.nets import failing_after
 
 DATA = [torch.sin(torch.arange(n * 5 * SIZE) * 0.7 + n).reshape(n, 5, SIZE) for n in (3, 4, 2, 4)]
 
@@ -154,12 +155,8 @@ def test_resume(reduce: Any, tmp_path: Path) -> None:
         "reduce": None if reduce is None else {"h.1.attn": reduce()},
     }
 
-    def broken() -> Any:
-        yield from DATA[:2]
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        rnet.collect(broken(), **options)
+        rnet.collect(failing_after(DATA, 2, KeyboardInterrupt), **options)
     recording = rnet.collect(DATA, **options)
     expected = [by_hand(net, number) for number in (0, 1)]
     torch.testing.assert_close(recording["h.0.attn"][:], expected[0], rtol=1e-5, atol=1e-6)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from scio_recorder import CollectError, Nodes, Recorder, RecordingError, compare, reductions
 from scio_recorder.errors import CollectWarning
@@ -16,7 +16,7 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.options import CollectOptions
 from scio_recorder.stores import Disk
-from tests.recording.nets import batches, recorder
+from tests.recording.nets import batches, failing_after, recorder
 
 
 class Masked(nn.Module):
@@ -47,15 +47,6 @@ def test_positional_and_keyword_inputs_together(pair):
     with torch.no_grad():
         wanted = [rnet.net.inner(x * mask) * 2 for x, mask in data]
     assert torch.equal(recording["0-1"], torch.cat(wanted))
-
-
-def test_a_dataset_of_samples_is_no_loader():
-    rows = torch.randn(6, 3)
-    rnet = Recorder(nn.Linear(3, 3), input_size=(2, 3))
-    rnet.record("*")
-    for dataset in (TensorDataset(rows), Subset(TensorDataset(rows), range(2))):
-        with pytest.raises(CollectError, match=f"batches is a {type(dataset).__name__}.*DataLoad"):
-            rnet.collect(dataset)
 
 
 SQUARE = nn.Linear(4, 4)
@@ -128,6 +119,8 @@ def test_what_is_only_similar_to_a_sample_is_collected_with_a_warning():
             [torch.randn(3, 4)],
             {"sample_ids": lambda batch: range(3)},
         ),
+        # So do rows.
+        (SQUARE, {"input_size": (2, 3, 4)}, [torch.randn(3, 4)], {"rows": Nodes()}),
         # Labelled without a batch, or with fewer dimensions.
         (SQUARE, {"input_size": (4,)}, [torch.randn(5, 4)], {}),
         (SQUARE, {"input_size": (2, 4)}, [torch.randn(2, 5, 4)], {}),
@@ -152,12 +145,6 @@ def test_other_inputs_are_collected_without_a_word(net, labelled, data, options)
     assert warned(rnet, data, **options) == []
 
 
-def test_rows_say_themselves_how_many_there_are():
-    rnet = Recorder(SQUARE, input_size=(2, 3, 4))
-    rnet.record("0-1")
-    assert warned(rnet, [torch.randn(3, 4)], rows=Nodes()) == []
-
-
 def test_samples_are_refused_around_passes_of_others_and_in_comparisons():
     rnet = Recorder(SQUARE, input_size=(2, 4))
     rnet.record("0-1")
@@ -178,11 +165,6 @@ def test_a_dataset_of_batches_and_one_sample_at_a_time():
     torch.testing.assert_close(one_by_one["0-1"], wanted)
 
 
-def test_keywords_of_a_pair_are_strings():
-    with pytest.raises(CollectError, match="keyword"):
-        masked().collect(batches(2), to_inputs=lambda batch: ((batch,), {1: batch}))
-
-
 @pytest.mark.parametrize("ids", [[[1, 2], [3, 1]], [[1, 2], [2, 3]], [["b", "a"], ["c", "b"]]])
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_an_id_that_comes_twice(ids, store, tmp_path):
@@ -193,11 +175,6 @@ def test_an_id_that_comes_twice(ids, store, tmp_path):
         recorder("0").collect(batches(2, 2), store=where, sample_ids=lambda batch: next(given))
 
 
-def test_an_id_twice_in_one_batch():
-    with pytest.raises(CollectError, match="batch 0 has the id 7"):
-        recorder("0").collect(batches(3), sample_ids=lambda batch: [7, 8, 7])
-
-
 def test_ids_in_any_order_are_kept(tmp_path):
     rnet, data = recorder("0"), batches(2, 2, 1)
     ids = [[5, 9], [3, 10], [4]]
@@ -206,14 +183,9 @@ def test_ids_in_any_order_are_kept(tmp_path):
     assert list(recording.sample_ids) == [5, 9, 3, 10, 4]
     # What is durable already comes again on resuming, and is not taken for another sample.
     store = Disk(tmp_path / "run", chunk_bytes=1)
-
-    def loader():
-        yield from data[:2]
-        raise InterruptedError
-
-    given = iter(ids)
+    given, interrupted = iter(ids), failing_after(data, 2)
     with pytest.raises(InterruptedError):
-        rnet.collect(loader(), store=store, sample_ids=lambda batch: next(given))
+        rnet.collect(interrupted, store=store, sample_ids=lambda batch: next(given))
     with pytest.raises(RecordingError, match="already"):
         rnet.collect(data, store=store, sample_ids=lambda batch: next(given))
     given = iter(ids)
@@ -239,6 +211,8 @@ def test_a_second_input_that_stays_out_is_said_once():
     both = rnet.collect(data, to_inputs=lambda batch: tuple(batch[:2]))
     with torch.no_grad():
         assert torch.equal(both["0-1"], torch.cat([rnet.net(x, mask) for x, mask in data]))
+    # Whoever names it means it.
+    assert warned(rnet, data, to_inputs=lambda batch: batch[0]) == []
 
 
 class Option(nn.Module):
@@ -280,48 +254,26 @@ def net_input(net: nn.Module) -> str:
     return "x" if isinstance(net, Option | Labelled | Masked) else "input"
 
 
-def test_a_second_input_that_is_named_is_no_slip():
-    rnet = masked()
-    x = torch.ones(3, 4)
-    assert warned(rnet, [(x, x)], to_inputs=lambda batch: batch[0]) == []
+DIFFERING = [nn.BatchNorm1d(4), nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.RReLU()]
+ALIKE = [
+    nn.Linear(4, 4),
+    nn.Dropout(0.0),
+    nn.LayerNorm(4),
+    nn.BatchNorm1d(4, track_running_stats=False),
+]
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [nn.BatchNorm1d(4), nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.RReLU()],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_layers_that_differ_in_training_mode(layer):
+@pytest.mark.parametrize("layer", DIFFERING + ALIKE, ids=str)
+def test_layers_that_differ_in_training_mode_are_named(layer):
     rnet = Recorder(nn.Sequential(nn.Linear(4, 4), layer).train(), input_size=(3, 4))
     rnet.record("0")
-    (message,) = warned(rnet, batches(3, 2))
-    for part in (f"1 ({type(layer).__name__})", "net.eval()"):
-        assert part in message
+    said = warned(rnet, batches(3, 2))
+    assert len(said) == (layer in DIFFERING)
+    assert all(f"1 ({type(layer).__name__})" in text and "net.eval()" in text for text in said)
     rnet.net.eval()
     assert warned(rnet, batches(3, 2)) == []
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Linear(4, 4),
-        nn.Dropout(0.0),
-        nn.LayerNorm(4),
-        nn.BatchNorm1d(4, track_running_stats=False),
-    ],
-    ids=str,
-)
-def test_layers_that_do_the_same_in_training_mode(layer):
-    rnet = Recorder(nn.Sequential(nn.Linear(4, 4), layer).train(), input_size=(3, 4))
-    rnet.record("0")
-    assert warned(rnet, batches(3, 2)) == []
-
-
-def test_one_layer_left_in_training_mode_on_purpose():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
-    net[1].train()
-    rnet = Recorder(net, input_size=(3, 4))
-    rnet.record("0")
+    # One that is left in training mode is meant to be.
+    layer.train()
     assert warned(rnet, batches(3, 2)) == []
 
 

@@ -33,7 +33,7 @@ from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.files import RunWriter
 from scio_recorder.stores.kept_inputs import pack
 from tests.recording.campaign import Job
-from tests.recording.nets import assert_same, batches, expected, recorder
+from tests.recording.nets import assert_same, batches, expected, failing_after, recorder
 from tests.stores.disk_format.runs import calls_of
 from tests.stores.disk_format.test_faults import failing, problem_of
 
@@ -205,14 +205,11 @@ def test_after_a_chunk_that_failed_nothing_more_is_written(monkeypatch, tmp_path
             raise RecordingError("the disk is full")
         append(self, *arguments, **keywords)
 
-    def loader():
-        yield from data[:3]
-        raise ConnectionError
-
     with monkeypatch.context() as patch:
         patch.setattr(RunWriter, "append", failing_once)
+        loader = failing_after(data, 3, ConnectionError)
         with pytest.raises((RecordingError, ConnectionError)):
-            rnet.collect(loader(), store=Disk(tmp_path / "run", chunk_bytes=100))
+            rnet.collect(loader, store=Disk(tmp_path / "run", chunk_bytes=100))
     assert len(numbers) == 2
     assert open_recording(tmp_path / "run").sample_ids == list(range(4))
     resumed = rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=1), resume=True)

@@ -122,44 +122,6 @@ def test_any_call_failing(code: int, from_then_on: bool, tmp_path: Path, monkeyp
     assert raised > total // STEP // 2
 
 
-@pytest.mark.campaign
-def test_several_processes_fill_one_recording(tmp_path: Path) -> None:
-    rnet = reader("embed", "act", "mix")
-    whole = [batches(*LENGTHS), batches((2, 6), (1,)), batches((7,))]
-    for rank in (2, 0, 1):
-        # The ids of the samples of each rank begin with its number.
-        counts = iter(f"{rank}-{number}" for number in range(9))
-        rnet.collect(
-            whole[rank],
-            store=Disk(tmp_path / "run", chunk_bytes=100, rank=rank, world_size=3),
-            rows=Tokens(),
-            reduce={"act": [Max(), Mean()]},
-            sample_ids=lambda batch, counts=counts: [next(counts) for _ in batch["input_ids"]],
-            progress=False,
-        )
-    data = [batch for part in whole for batch in part]
-    recording = open_recording(tmp_path / "run", verify=True)
-    assert recording.complete
-    assert recording.sample_ids == [
-        *(f"0-{number}" for number in range(6)),
-        *(f"1-{number}" for number in range(3)),
-        "2-0",
-    ]
-    assert_rows(recording, columns(data))
-    clean = seen(rnet.net, ["embed", "act", "mix"], run_all(rnet.net, data))
-    tables = {name: tokens(values, data) for name, values in clean.items()}
-    for name in ("embed", "mix"):
-        assert torch.equal(recording[name][:], tables[name])
-    lengths = [int(n) for batch in data for n in batch["attention_mask"].sum(1)]
-    assert [len(one) for one in recording.by_sample("mix")] == lengths
-    assert torch.equal(recording["act"][0], tables["act"].amax(0))
-    torch.testing.assert_close(recording["act"][1], tables["act"].mean(0))
-    # A loader tells whose each token is, over all ranks.
-    for batch, known in recording.loader("mix", batch_size=4, shuffle=True, with_rows=True):
-        for value, sample, at in zip(batch, known["sample"], known["position"], strict=True):
-            assert torch.equal(value, recording.by_sample("mix")[int(sample)][int(at)])
-
-
 def main() -> None:
     torch.set_num_threads(1)
     # No power is lost here, and waiting for the disk would take minutes.

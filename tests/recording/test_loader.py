@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pickle
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -486,14 +485,6 @@ def test_damage_done_after_an_epoch_is_noticed_in_the_next(tmp_path):
         list(loader)
 
 
-def test_nothing_is_left_of_an_iteration_that_is_broken_off(tmp_path):
-    recording = wide(tmp_path)
-    iterator = iter(recording.loader("0-1", batch_size=64, shuffle=True, buffer_bytes=2 << 20))
-    next(iterator)
-    del iterator
-    assert not [one for one in threading.enumerate() if one.name.startswith("scio-loader")]
-
-
 def test_bad_arguments(recording, tmp_path):
     for keywords, message in (
         ({"batch_size": 0}, "batch_size=0"),
@@ -575,11 +566,3 @@ def test_a_batch_is_kept_without_the_others(tmp_path):
         assert batch.untyped_storage().nbytes() == batch.nbytes
         batch.zero_()
     assert recording["0-1"][:].any(1).sum() >= 2047
-
-
-def test_batches_stay_what_they_are(tmp_path):
-    recording = wide(tmp_path)
-    loader = recording.loader("0-1", batch_size=64, shuffle=True, buffer_bytes=2 << 20)
-    # Each of these was in another filling of the same buffer.
-    rows = torch.cat(list(loader))[:, 0]
-    assert sorted(rows.tolist()) == list(range(2048))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from scio_recorder import open_recording
 from scio_recorder.errors import RecordingError
@@ -97,20 +96,6 @@ def test_a_state_of_other_rows_is_refused(tmp_path, store):
     with pytest.raises(RecordingError, match="of another recording"):
         other.loader("0", batch_size=2).load_state_dict(state)
     first.loader("0", batch_size=2).load_state_dict(state)
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.campaign)])
-def test_ranks_and_workers_share_the_rows(tmp_path, workers):
-    recording, seen = made("disk", tmp_path), []
-    for rank in range(3):
-        loader = recording.loader(
-            *("0",), batch_size=8, shuffle=True, rank=rank, world_size=3, with_rows=True
-        )
-        for batch, known in DataLoader(loader, batch_size=None, num_workers=workers):
-            at = places(known)
-            seen += at
-            assert torch.equal(batch, expected(MANY)[WIDE][at])
-    assert sorted(seen) == list(range(NUM_ROWS))
 
 
 def test_samples_are_counted_over_all_ranks(tmp_path):

@@ -6,7 +6,6 @@ import importlib.metadata
 import pickle
 import platform
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,6 +20,7 @@ from scio_recorder import Recorder, compare, open_recording
 from scio_recorder.errors import CollectWarning, RecordingError
 from scio_recorder.recording import collection, settings
 from scio_recorder.reductions import Digest, Mean
+from tests.recording.nets import failing_after
 
 BATCHES = [torch.ones(2, 3), torch.zeros(2, 3)]
 
@@ -121,14 +121,9 @@ def test_a_net_of_no_package_without_attention() -> None:
 # -- resuming --------------------------------------------------------------------------------------
 
 
-def interrupted() -> Iterator[Tensor]:
-    yield BATCHES[0]
-    raise KeyboardInterrupt
-
-
 def begin(rnet: Recorder, path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        rnet.collect(interrupted(), store=f"disk:{path}", progress=False)
+    with pytest.raises(InterruptedError):
+        rnet.collect(failing_after(BATCHES, 1), store=f"disk:{path}", progress=False)
 
 
 @pytest.mark.parametrize("name", ["torch", "madenets"])

@@ -18,7 +18,7 @@ from scio_recorder import (
 )
 from scio_recorder.reductions import Max
 from scio_recorder.stores import Disk
-from tests.recording.nets import batches
+from tests.recording.nets import batches, failing_after
 
 
 class Chain(nn.Module):
@@ -108,13 +108,8 @@ def test_with_transform_and_reductions():
 def test_a_resume_asks_for_the_post_processors_again(tmp_path):
     rnet, data = chain("first", "block", "last"), batches(4, 4, 3, 4)
     store = Disk(tmp_path / "run", chunk_bytes=100)
-
-    def loader():
-        yield from data[:2]
-        raise InterruptedError
-
     with pytest.raises(InterruptedError):
-        rnet.collect(loader(), store=store, activation_postproc=POSTS)
+        rnet.collect(failing_after(data, 2), store=store, activation_postproc=POSTS)
     others = [None, {"first": torch.neg}, {"block": torch.neg}, torch.neg]
     for other in others:
         with pytest.raises(RecordingError, match="postprocessors"):

@@ -10,18 +10,13 @@ from scio_recorder import CollectError, Recorder, RecordingError, open_recording
 from scio_recorder.reductions import Covariance, Fold, Histogram, Mean, Moments
 from scio_recorder.stores import Disk
 from scio_recorder.stores.files import RunReader
-from tests.recording.nets import assert_same, batches, expected, recorder
+from tests.recording.nets import assert_same, batches, expected, failing_after, recorder
 
 
 def interrupted(rnet, data, path, after, **options):
     """Collect until the loader fails after some batches."""
-
-    def loader():
-        yield from data[:after]
-        raise InterruptedError
-
     with pytest.raises(InterruptedError):
-        rnet.collect(loader(), store=Disk(path, chunk_bytes=100), **options)
+        rnet.collect(failing_after(data, after), store=Disk(path, chunk_bytes=100), **options)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 4])
@@ -273,11 +268,7 @@ def test_thinned_runs_resume(tmp_path):
 @pytest.mark.parametrize("after", [0, 2])
 def test_ctrl_c_says_what_is_durable_and_how_to_go_on(way, after, tmp_path):
     rnet, data = recorder(), batches(4, 4, 3, 4)
-
-    def loader(part=0):
-        yield from data[:after]
-        raise KeyboardInterrupt
-
+    loader = lambda part=0: failing_after(data, after, KeyboardInterrupt)  # noqa: E731
     path = tmp_path / "run"
 
     def collecting(store):
@@ -306,11 +297,6 @@ def test_ctrl_c_says_what_is_durable_and_how_to_go_on(way, after, tmp_path):
 
 def test_ctrl_c_says_nothing_of_memory():
     rnet = recorder()
-
-    def loader():
-        yield from batches(4)
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt) as caught:
-        rnet.collect(loader())
+        rnet.collect(failing_after(batches(4), 1, KeyboardInterrupt))
     assert not hasattr(caught.value, "__notes__")

@@ -24,6 +24,7 @@ from scio_recorder.reductions import (
     Reduction,
 )
 from scio_recorder.stores import Disk, Host
+from tests.recording.nets import failing_after
 from tests.recording.tables import (
     assert_rows,
     batches,
@@ -316,11 +317,6 @@ def test_inputs_are_kept_by_whole_batches():
 ALL = ((3, 8, 1), (4, 4), (2, 5, 5), (1, 7), (6, 2, 3))
 
 
-def interrupted(data: list[Any], number: int) -> Iterator[Any]:
-    yield from data[:number]
-    raise InterruptedError
-
-
 @pytest.mark.parametrize(
     ("stops_at", "size", "side"),
     [(1, None, "left"), (2, 1, "right"), (2, 4, "left"), (4, 4, "right"), (4, 13, "left")],
@@ -336,7 +332,7 @@ def test_resumed_recordings_are_those_of_one_go(stops_at, size, side, tmp_path):
     wanted = rnet.collect(data, store="host", **options)
     store = Disk(tmp_path / "run", chunk_bytes=1)
     with pytest.raises(InterruptedError):
-        rnet.collect(interrupted(data, stops_at), store=store, **options)
+        rnet.collect(failing_after(data, stops_at), store=store, **options)
     again = data if size is None else regrouped(data, size, side)
     found = rnet.collect(again, store=store, resume=True, **options)
     assert_same(found, wanted)
@@ -381,7 +377,7 @@ def test_labelled_reductions_go_on_in_the_middle_of_a_batch(tmp_path):
     }
     store = Disk(tmp_path / "run", chunk_bytes=1)
     with pytest.raises(InterruptedError):
-        rnet.collect(interrupted(data, 2), store=store, **options)
+        rnet.collect(failing_after(data, 2), store=store, **options)
     found = rnet.collect(regrouped(data, 4, "right"), store=store, resume=True, **options)
     ids = columns(data)["input_ids"]
     odd = sum(number % 2 for number in ids)
@@ -393,7 +389,7 @@ def test_a_reduction_of_ones_own_does_not_go_on_in_the_middle_of_a_batch(tmp_pat
     store = Disk(tmp_path / "run", chunk_bytes=1)
     options: dict[str, Any] = {"rows": Tokens(), "reduce": Count()}
     with pytest.raises(InterruptedError):
-        rnet.collect(interrupted(data, 2), store=store, **options)
+        rnet.collect(failing_after(data, 2), store=store, **options)
     with pytest.raises(CollectError, match=r"Count.*may read the batch.*the earlier batch size"):
         rnet.collect(regrouped(data, 4, "right"), store=store, resume=True, **options)
     assert rnet.collect(data, store=store, resume=True, **options)["embed"] == [12, 8, 12, 8, 11]
@@ -413,7 +409,7 @@ def test_a_resume_with_other_rows_is_refused(other, tmp_path):
     rnet, data = reader("embed"), batches(*ALL)
     store = Disk(tmp_path / "run", chunk_bytes=1)
     with pytest.raises(InterruptedError):
-        rnet.collect(interrupted(data, 2), store=store, rows=Tokens())
+        rnet.collect(failing_after(data, 2), store=store, rows=Tokens())
     with pytest.raises(RecordingError, match="rows"):
         rnet.collect(data, store=store, rows=other, resume=True)
     assert rnet.collect(data, store=store, rows=Tokens(), resume=True).num_rows == 51

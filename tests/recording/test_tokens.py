@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from scio_recorder import CollectError, Recorder, Recording, Tokens, open_recording
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
+from tests.recording.nets import failing_after
 from tests.recording.tables import (
     assert_rows,
     batches,
@@ -380,6 +380,11 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         "sample 2 of batch 2 is empty",
     ),
     "unknown field": (DATA, {"fields": ("weight",)}, "weight.*batch 0 has no"),
+    "field that one batch lacks": (
+        changed(0, weight=DATA[0]["input_ids"]),
+        {"fields": ["weight"]},
+        "weight.*batch 1",
+    ),
     "field of another shape": (
         DATA,
         {"fields": {"last": lambda batch: batch["input_ids"][:, -3:]}},
@@ -441,13 +446,9 @@ def test_columns_are_those_of_the_first_batch(resumes, tmp_path):
     store = Disk(tmp_path / "run", chunk_bytes=1)
 
     def collect(data: list[Any]) -> Recording:
-        def until(number: int) -> Iterator[Any]:
-            yield from data[:number]
-            raise InterruptedError
-
         if resumes:
             with pytest.raises(InterruptedError):
-                rnet.collect(until(1), store=store, rows=Tokens())
+                rnet.collect(failing_after(data, 1), store=store, rows=Tokens())
         return rnet.collect(data, store=store, rows=Tokens(), resume=resumes)
 
     with pytest.raises(CollectError, match="batch 1 has no field 'input_ids'"):
@@ -462,19 +463,6 @@ def test_columns_are_those_of_the_first_batch(resumes, tmp_path):
     assert torch.equal(found["mix"][:], wanted)
 
 
-def test_a_field_that_one_batch_lacks(tmp_path):
-    data = [{**batch, "weight": batch["input_ids"]} for batch in DATA]
-    del data[1]["weight"]
-    same_error(
-        reader("mix"),
-        data,
-        "weight.*batch 1",
-        tmp_path,
-        rows=Tokens(fields=["weight"]),
-        to_inputs=lambda batch: batch["input_ids"],
-    )
-
-
 @pytest.mark.parametrize(
     ("given", "match"),
     [
@@ -484,6 +472,7 @@ def test_a_field_that_one_batch_lacks(tmp_path):
         ({"fields": ["sample"]}, "'sample', .*a column that rows always have"),
         ({"mask": 3}, "mask=3"),
         ({"where": torch.ones(2)}, "where=tensor"),
+        *[({"fields": {name: "input_ids"}}, "be a name") for name in ("", ".", "..", "a\0")],
     ],
 )
 def test_arguments_that_are_no_names(given, match):
@@ -628,12 +617,6 @@ def test_batches_whose_keys_are_attributes_may_lack_some():
     assert reader().collect(data, rows=Tokens()).num_rows == 7
     del data[0]["attention_mask"]
     assert reader().collect(data, rows=Tokens()).num_rows == 8
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a\0"])
-def test_names_that_no_other_program_can_hold_are_refused(name: str):
-    with pytest.raises(CollectError, match="be a name"):
-        Tokens(fields={name: "input_ids"})
 
 
 def test_frames_are_fewer_than_what_the_net_is_given_of_a_sound():
