@@ -368,9 +368,9 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         # A layer that did not run has none, and comes first.
         return sorted(labels, key=self._rank)
 
-    def _rank(self, label: RowIdx) -> tuple[int, RowIdx]:
+    def _rank(self, label: RowIdx) -> tuple[float, RowIdx]:
         completion = self._known[label].completion
-        return -1 if completion is None else int(completion), label
+        return -1 if completion is None else completion, label
 
     def enclosing(self, label: RowIdx) -> list[DepthIdx]:
         """Return the calls inside which a layer ran, the nearest first, without the layer itself.
