@@ -246,7 +246,7 @@ def test_the_state_is_that_of_the_samples_committed_with_it(monkeypatch, tmp_pat
 
 def begun(path: Path) -> tuple[DiskWriter, Callable[[], None]]:
     """Return a writer, and what hands a chunk over to it."""
-    job = StoreJob(recorder("0").architecture, ((1, 1),), None, dict)
+    job = StoreJob(recorder("0").architecture, ((1, 1),), None, lambda: {"layers": ["1-1"]})
     writer = Disk(path, chunk_bytes=1).open(job)
     column = writer.column((1, 1), TensorSpec((2,), torch.float32), torch.ones(4, 2))
 
