@@ -304,19 +304,16 @@ class Opaque(nn.Module):
 
 
 @pytest.mark.parametrize("kind", OPAQUE)
-def test_what_can_not_be_seen_into_is_named(kind: str) -> None:
+def test_what_can_not_be_seen_into_is_named_where_it_may_have_moved(kind: str) -> None:
     make, says = OPAQUE[kind]
     net = Opaque(make())
+    # Nothing shows whether a map has moved.
+    net.is_used = kind == "map"
+    if not net.is_used:
+        label(net)
+        net.is_used = True
     with pytest.warns(UserWarning, match=f"can't be put back: {says}"):
         label(net)
-    net.close()
-
-
-@pytest.mark.parametrize("kind", [kind for kind in OPAQUE if kind != "map"])
-def test_what_can_not_be_seen_into_and_did_not_move_is_not_named(kind: str) -> None:
-    net = Opaque(OPAQUE[kind][0]())
-    net.is_used = False
-    label(net)
     net.close()
 
 

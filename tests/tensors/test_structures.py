@@ -151,23 +151,15 @@ def test_cache_objects_are_opened() -> None:
     assert len(tensors(cache)) >= 2
 
 
-def test_empty_parts_of_an_object_are_copied_too() -> None:
-    holder = Opaque(ONE)
-    holder.later = Opaque.__new__(Opaque)  # type: ignore[attr-defined]
-    kept = map_tensors(torch.clone, holder)
-    holder.later.value = ONE  # type: ignore[attr-defined]
-    assert not hasattr(kept.later, "value")
-    assert type(kept.later) is Opaque
-
-
-def test_an_object_with_empty_containers_is_copied_too() -> None:
-    holder = Opaque.__new__(Opaque)
-    holder.layers = []  # type: ignore[attr-defined]
-    kept = map_tensors(torch.clone, holder)
-    holder.layers.append(ONE)  # type: ignore[attr-defined]
-    assert type(kept) is Opaque
-    assert kept.layers == []  # type: ignore[attr-defined]
-    fixed = Opaque.__new__(Opaque)
+def test_what_may_receive_tensors_is_copied_while_it_is_empty() -> None:
+    holder, later, fixed = Holding([]), Opaque.__new__(Opaque), Opaque.__new__(Opaque)
+    kept, kept_inside = map_tensors(torch.clone, (holder, Holding([ONE, later])))
+    holder.held.append(ONE)
+    later.value = ONE  # type: ignore[attr-defined]
+    assert type(kept) is Holding
+    assert kept.held == []
+    assert type(kept_inside.held[1]) is Opaque
+    assert not hasattr(kept_inside.held[1], "value")
     assert map_tensors(torch.clone, fixed) is fixed
 
 
