@@ -222,7 +222,7 @@ class DiskWriter(StoreWriter):
         # It begins with the first chunk, after the forks of loaders.
         self._thread = ThreadPoolExecutor(1, "scio-disk")
         self._pending: Future[None] | None = None
-        self._found: Mapping[str, TensorInfo] | None = None
+        self._stored_table: Mapping[str, TensorInfo] | None = None
         check_copies(self._architecture, self._settings["layers"], store)
         if holds_recording(store.path):
             self._go_on(job.resume)
@@ -232,8 +232,8 @@ class DiskWriter(StoreWriter):
 
     def column(self, key: RowIdx | str, spec: TensorSpec, first: Tensor) -> Column:
         """Return a buffer for the rows of the next chunk."""
-        if self._found is not None:
-            stored = self._found.get(_name_in_chunk(key))
+        if self._stored_table is not None:
+            stored = self._stored_table.get(_name_in_chunk(key))
             if stored != (spec.shape, spec.dtype):
                 named = key if isinstance(key, str) else f"layer {self._architecture[key]}"
                 text = (
@@ -357,7 +357,7 @@ class DiskWriter(StoreWriter):
             raise
 
     def _begun_without_samples(self) -> RunWriter:
-        if self._found is None:
+        if self._stored_table is None:
             # A worker can look for another part meanwhile.
             until = time.monotonic() + (0 if self._store.is_part else _SECONDS_OF_WAITING)
             while not holds_recording(self._path):
@@ -395,7 +395,7 @@ class DiskWriter(StoreWriter):
             self.sample_ids = reader.sample_ids
             self.is_complete = reader.complete
             self.num_found_rows = 0 if reader.rows is None else reader.num_rows
-            self._found = reader.table
+            self._stored_table = reader.table
             if is_joining:
                 return
             packed = reader.read_state(self._store.rank)

@@ -251,8 +251,8 @@ class _Structure:
 
 def _call(kept: Any, tensor: Callable[[int], Tensor]) -> KeptCall:
     try:
-        found, weights, output = entries(kept, leaves=list, weights=str, output=str)
-        leaves = [_restored(leaf, tensor) for leaf in found]
+        kept_leaves, weights, output = entries(kept, leaves=list, weights=str, output=str)
+        leaves = [_restored(leaf, tensor) for leaf in kept_leaves]
         node = kept["call"]
         if isinstance(node, _Structure):
             tree = flatten(node.value)[1](leaves)

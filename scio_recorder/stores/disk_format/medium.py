@@ -207,9 +207,9 @@ def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) ->
 
     Examples
     --------
-    >>> found = []
-    >>> for_each(found.append, range(4), threads=2)
-    >>> sorted(found)
+    >>> done = []
+    >>> for_each(done.append, range(4), threads=2)
+    >>> sorted(done)
     [0, 1, 2, 3]
     """
     if min(threads, len(items)) < 2:

@@ -92,17 +92,17 @@ def test_where_no_thread_can_be_had_all_is_read(tmp_path, monkeypatch):
         assert torch.equal(recording.read("x", 0, len(numbers)), numbers)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 1), (0, 10), (10, 10)])
-def test_samples_that_do_not_exist(tmp_path, start, stop):
+@pytest.mark.parametrize(
+    ("layer", "start", "stop", "error", "message"),
+    [
+        *(("1-1", *span, IndexError, "of 9") for span in [(-1, 2), (2, 1), (0, 10), (10, 10)]),
+        ("1-2", 0, 1, LookupError, "'1-1', '2-1'"),
+    ],
+)
+def test_what_does_not_exist(tmp_path, layer, start, stop, error, message):
     make_run(tmp_path)
-    with RunReader(tmp_path) as recording, pytest.raises(IndexError, match="of 9"):
-        recording.read("1-1", start, stop)
-
-
-def test_a_layer_that_does_not_exist(tmp_path):
-    make_run(tmp_path)
-    with RunReader(tmp_path) as recording, pytest.raises(LookupError, match="'1-1', '2-1'"):
-        recording.read("1-2", 0, 1)
+    with RunReader(tmp_path) as recording, pytest.raises(error, match=message):
+        recording.read(layer, start, stop)
 
 
 def test_a_reader_that_is_closed_says_so(tmp_path):
