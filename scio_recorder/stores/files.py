@@ -7,11 +7,11 @@ fail from here.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import pairwise
+from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -77,11 +77,9 @@ def _with_translated(*names: str) -> Callable[[type[_R]], type[_R]]:
 
     def change(cls: type[_R]) -> type[_R]:
         for name in names:
-            method: Any = inspect.getattr_static(cls, name)
-            if isinstance(method, classmethod):
-                setattr(cls, name, classmethod(translating(method.__func__)))
-            else:
-                setattr(cls, name, translating(method))
+            method: Any = getattr(cls, name)
+            raising = translating(method)
+            setattr(cls, name, staticmethod(raising) if isinstance(method, MethodType) else raising)
         return cls
 
     return change

@@ -132,14 +132,11 @@ class Column:
             The place, [rows, ...].
         """
         stop = start + rows
+        if stop > self.capacity:
+            self._reserve(max(stop, 2 * self.capacity))
         if stop > self._ready:
-            self._prepare(stop)
+            self._ready = self._buffer.prepare(stop * self.row_bytes) // max(self.row_bytes, 1)
         return self.array[start:stop]
-
-    def _prepare(self, rows: int) -> None:
-        if rows > self.capacity:
-            self._reserve(max(rows, 2 * self.capacity))
-        self._ready = self._buffer.prepare(rows * self.row_bytes) // max(self.row_bytes, 1)
 
     def turn_to(self, buffer: DeviceBuffer) -> DeviceBuffer:
         """Continue in other memory, from its beginning.
