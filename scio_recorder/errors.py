@@ -66,8 +66,6 @@ __all__ = [
 
 # Packages between the user's line and the warning: torch's modules, blocks and this package.
 _BETWEEN = ("contextlib", "scio_recorder", "torch")
-# What this library's warnings, of whatever class, have as an attribute.
-_MARK = "is_of_scio_recorder"
 
 
 class RecorderError(Exception):
@@ -247,10 +245,6 @@ def needing(extra: str, what: str) -> Iterator[None]:
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn, and name the line of the user's code that led here, at any depth."""
     warning = category(message)
-    vars(warning)[_MARK] = True
+    # Whoever shows warnings tells this library's by it, of whatever class they are.
+    vars(warning)["is_of_scio_recorder"] = True
     warnings.warn(warning, stacklevel=level_outside(_BETWEEN))
-
-
-def is_own(warning: object) -> bool:
-    """Whether a warning is this library's."""
-    return _MARK in getattr(warning, "__dict__", ())

@@ -25,6 +25,9 @@ __all__ = [
     "RowIdx",
     "Shard",
     "TensorSpec",
+    "counted",
+    "describe",
+    "few",
     "label_of",
     "text_of",
 ]

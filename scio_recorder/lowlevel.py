@@ -6,47 +6,43 @@ each is for. The core imports nothing from here.
 
 from __future__ import annotations
 
-from scio_recorder.capture.around import CallWrapper
+from scio_recorder import interpreter
+from scio_recorder.capture.around import CallWrapper, Uncopied
 from scio_recorder.capture.checkpoint_regions import is_rerun
-from scio_recorder.capture.engine import Capture
-from scio_recorder.capture.gradients import LEFT_OUT, CallStart, CallStarts
+from scio_recorder.capture.engine import Capture, refuse_transforms, warn_of_other_kernels
+from scio_recorder.capture.gradients import CallStart, CallStarts
 from scio_recorder.capture.hooks import CallHook, CallHooks
-from scio_recorder.display.progress import Advance, progress_bar
+from scio_recorder.capture.own_code import ObservingMode, OwnCodeHook, RunningCode, run_in_mode
+from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import caught_as, needing, raised_by, warn
-from scio_recorder.layer import counted, few
+from scio_recorder.nets.attention import AttentionReader
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.offers import nearest
-from scio_recorder.nets.records import Inputs, LayerMapping
-from scio_recorder.nets.refusals import check_supported
-from scio_recorder.nets.selection import select_layers
-from scio_recorder.nets.sharded import InStep, needs_fsdp
-from scio_recorder.nets.state.moment import preserved_rng, random_state, restore_random
-from scio_recorder.nets.state.untouched import untouched
-from scio_recorder.postprocessors.assigning import Assigned, Postprocessor, Postprocessors, assign
-from scio_recorder.recording.collection import Collection
-from scio_recorder.recording.feed import ChosenSamples, Feed, Share
-from scio_recorder.recording.options import CollectOptions, LayerOptions
+from scio_recorder.nets.records import Inputs, LayerMapping, shown_shapes
+from scio_recorder.nets.refusals import check_supported, refuse_unkeepable
+from scio_recorder.nets.selection import choose_modules, select_layers
+from scio_recorder.nets.sharded import InStep, is_sharded, needs_fsdp
+from scio_recorder.nets.state.moment import Moment, preserved_rng, random_state, restore_random
+from scio_recorder.nets.state.untouched import NetState, reached, untouched
+from scio_recorder.postprocessors.assigning import Assigned, Postprocessors, assign
+from scio_recorder.postprocessors.values import describe
+from scio_recorder.recording.collection import Collection, what_is_durable
+from scio_recorder.recording.feed import Advice, ChosenSamples, Feed, Share, raise_for_batch
+from scio_recorder.recording.loader import rows_of
+from scio_recorder.recording.options import CollectOptions, LayerOptions, PartKeywords, shows
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.recording import opened
+from scio_recorder.recording.rows import BatchRows, Rows, Source
+from scio_recorder.recording.settings import in_words, made_with
+from scio_recorder.recording.statistics import RunningStatistics
 from scio_recorder.reductions.base import several
-from scio_recorder.stores.disk import EmptyPartError
-from scio_recorder.tensors import private
-from scio_recorder.tensors.arguments import (
-    ProcessRank,
-    floating_or_none,
-    this_process,
-    usable_device,
-    whole,
-)
-from scio_recorder.tensors.copies import StridedCopy
-from scio_recorder.tensors.digests import WeightDigests, digest_of
-from scio_recorder.tensors.properties import is_plain, same_bits, version_counter, version_of
-from scio_recorder.tensors.structures import flatten, map_tensors, tensors
+from scio_recorder.tensors.digests import WeightDigests, digest_of, plain_parts
 
 __all__ = [
-    "LEFT_OUT",
-    "Advance",
+    "Advice",
     "Assigned",
+    "AttentionReader",
+    "BatchRows",
     "CallHook",
     "CallHooks",
     "CallStart",
@@ -56,50 +52,59 @@ __all__ = [
     "ChosenSamples",
     "CollectOptions",
     "Collection",
-    "EmptyPartError",
     "Feed",
     "InStep",
     "Inputs",
     "LayerMapping",
     "LayerOptions",
-    "Postprocessor",
+    "Moment",
+    "NetState",
+    "ObservingMode",
+    "OwnCodeHook",
+    "PartKeywords",
     "Postprocessors",
-    "ProcessRank",
     "Readable",
+    "RecordOptions",
+    "Rows",
+    "RunningCode",
+    "RunningStatistics",
     "Share",
-    "StridedCopy",
+    "Source",
+    "Uncopied",
     "WeightDigests",
     "assign",
     "caught_as",
     "check_supported",
-    "counted",
+    "choose_modules",
+    "describe",
     "digest_of",
-    "few",
-    "flatten",
-    "floating_or_none",
-    "is_plain",
+    "in_words",
+    "interpreter",
     "is_rerun",
-    "map_tensors",
+    "is_sharded",
+    "made_with",
     "nearest",
     "needing",
     "needs_fsdp",
     "opened",
+    "plain_parts",
     "preserved_rng",
-    "private",
-    "progress_bar",
+    "raise_for_batch",
     "raised_by",
     "random_state",
+    "reached",
+    "refuse_transforms",
+    "refuse_unkeepable",
     "restore_random",
-    "same_bits",
+    "rows_of",
+    "run_in_mode",
     "select_layers",
     "several",
+    "shown_shapes",
+    "shows",
     "takes_hooks",
-    "tensors",
-    "this_process",
     "untouched",
-    "usable_device",
-    "version_counter",
-    "version_of",
     "warn",
-    "whole",
+    "warn_of_other_kernels",
+    "what_is_durable",
 ]

@@ -24,9 +24,6 @@ from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.measures import Tolerance, measure
 from scio_recorder.analysis.comparing.pairing import paired_outputs
-from scio_recorder.capture.around import Uncopied
-from scio_recorder.capture.checkpoint_regions import is_rerun
-from scio_recorder.capture.engine import Capture, refuse_transforms
 from scio_recorder.errors import (
     ArgumentError,
     CheckError,
@@ -36,14 +33,18 @@ from scio_recorder.errors import (
     UnsupportedNetError,
 )
 from scio_recorder.layer import Layer, OperationIdx, RowIdx, counted, describe, few
-from scio_recorder.nets.records import shown_shapes
-from scio_recorder.nets.sharded import is_sharded
-from scio_recorder.nets.state.moment import random_state
-from scio_recorder.nets.state.untouched import NetState, untouched
-from scio_recorder.tensors import private
-from scio_recorder.tensors.copies import twin
-from scio_recorder.tensors.properties import same_bits
-from scio_recorder.tensors.structures import map_tensors, tensors
+from scio_recorder.lowlevel import (
+    Capture,
+    NetState,
+    Uncopied,
+    is_rerun,
+    is_sharded,
+    random_state,
+    refuse_transforms,
+    shown_shapes,
+    untouched,
+)
+from scio_recorder.tensors import map_tensors, private, same_bits, tensors, twin
 
 _NUM_RECORDED_PASSES, _SHOWN = 2, 2
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from scio_recorder import Architecture
 from scio_recorder.display.figure import draw_effects
 from scio_recorder.display.outline import Listed, Listing, full_name, visible
-from scio_recorder.errors import ArgumentError, needing
+from scio_recorder.errors import ArgumentError
 from scio_recorder.layer import Layer, RowIdx, counted, text_of
-from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.records import LayerMapping
+from scio_recorder.lowlevel import LayerMapping, needing
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.covariance import CovarianceResult, PrincipalSpace
-from scio_recorder.tensors.arithmetic import with_float64
+from scio_recorder.reductions import CovarianceResult, PrincipalSpace
+from scio_recorder.tensors import with_float64
 
 __all__ = ["discriminant", "mahalanobis", "residual"]
 

@@ -30,16 +30,16 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
+from scio_recorder import Recording
 from scio_recorder.analysis.comparing.sides import refuse_missing
 from scio_recorder.display.figure import draw_matrix
 from scio_recorder.display.outline import full_name, visible
 from scio_recorder.display.progress import progress_bar
-from scio_recorder.errors import ArgumentError, ComparisonError, needing
+from scio_recorder.errors import ArgumentError, ComparisonError
 from scio_recorder.layer import Layer, RowIdx, label_of
-from scio_recorder.recording import Recording
-from scio_recorder.recording.loader import rows_of
+from scio_recorder.lowlevel import needing, rows_of
 from scio_recorder.stores.files import bytes_of_row
-from scio_recorder.tensors.arithmetic import undisturbed
+from scio_recorder.tensors import undisturbed
 
 if TYPE_CHECKING:
     import pandas as pd

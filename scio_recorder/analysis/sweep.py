@@ -18,16 +18,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from scio_recorder import Architecture
 from scio_recorder.analysis.effects import Effects
-from scio_recorder.capture.checkpoint_regions import is_rerun
-from scio_recorder.capture.engine import (
-    Capture,
-    fusable,
-    refuse_transforms,
-    warn_of_other_kernels,
-)
-from scio_recorder.capture.hooks import CallHook, CallHooks
-from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import (
     ArgumentError,
     ComparisonError,
@@ -37,17 +29,31 @@ from scio_recorder.errors import (
 )
 from scio_recorder.layer import Layer, RowIdx
 from scio_recorder.layer import describe as spec_of
-from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.records import Inputs, shown_shapes
-from scio_recorder.nets.sharded import is_sharded
-from scio_recorder.nets.state.untouched import NetState, untouched
-from scio_recorder.postprocessors.values import describe
-from scio_recorder.tensors import private
-from scio_recorder.tensors.arguments import booleans
-from scio_recorder.tensors.arithmetic import with_float64
-from scio_recorder.tensors.copies import twin
-from scio_recorder.tensors.properties import is_dense
-from scio_recorder.tensors.structures import flatten, map_tensors, tensors
+from scio_recorder.lowlevel import (
+    CallHook,
+    CallHooks,
+    Capture,
+    Inputs,
+    NetState,
+    RecordOptions,
+    describe,
+    is_rerun,
+    is_sharded,
+    refuse_transforms,
+    shown_shapes,
+    untouched,
+    warn_of_other_kernels,
+)
+from scio_recorder.tensors import (
+    booleans,
+    flatten,
+    is_dense,
+    map_tensors,
+    private,
+    tensors,
+    twin,
+    with_float64,
+)
 
 Positions: TypeAlias = Literal["all"] | Iterable[int] | None
 # Takes a layer's output, and returns what the network goes on with; None for the same.
@@ -105,7 +111,7 @@ class _Runs:
         self._replace: _Replace | None = None
         self._hooks = CallHooks()
         modules = self._program.modules
-        warn_of_other_kernels(fusable(self.architecture), modules, "patched")
+        warn_of_other_kernels(self.architecture.values(), modules, "patched")
         # With operations, runs are passes of their own, in which post-processors replace outputs.
         self._capture: Capture | None = None
         if self._program.functions:

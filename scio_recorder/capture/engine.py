@@ -340,8 +340,9 @@ class Capture:
         around_code = [code.module for code in self.program.functions]
         for modules, in_mode in ((self.program.modules, False), (around_code, True)):
             if modules and not self._has_warned:
-                layers = fusable(self.architecture, of_functions=in_mode)
-                self._has_warned = warn_of_other_kernels(layers, modules, "recorded")
+                self._has_warned = warn_of_other_kernels(
+                    self.architecture.values(), modules, "recorded", of_functions=in_mode
+                )
         return setting
 
     def _warn_of_detached(self, compiled: CompiledPass) -> None:
@@ -450,24 +451,24 @@ class Capture:
         return output
 
 
-def fusable(architecture: Architecture, *, of_functions: bool = False) -> list[Layer]:
-    """Return the layers for which torch has a fused kernel, which it doesn't use beside hooks.
-
-    With ``of_functions``, also those for which it doesn't use one under a function mode.
-    """
-    kinds = (nn.TransformerEncoderLayer, *((nn.MultiheadAttention,) if of_functions else ()))
-    return [row for row in architecture.values() if isinstance(row.module, kinds)]
-
-
 def warn_of_other_kernels(
-    layers: Iterable[Layer], modules: Collection[nn.Module | None], what: str
+    layers: Iterable[Layer],
+    modules: Collection[nn.Module | None],
+    what: str,
+    *,
+    of_functions: bool = False,
 ) -> bool:
-    """Warn if hooks on modules make torch run another kernel, and return whether they do."""
+    """Warn if hooks on modules make torch run another kernel, and return whether they do.
+
+    With ``of_functions``, also if a function mode does.
+    """
     if torch.is_grad_enabled() or not torch.backends.mha.get_fastpath_enabled():
         return False
+    # Those for which torch has a fused kernel, which it doesn't use beside hooks or under a mode.
+    kinds = (nn.TransformerEncoderLayer, *((nn.MultiheadAttention,) if of_functions else ()))
     for row in layers:
         module = row.module
-        if module is None or module.training:
+        if not isinstance(module, kinds) or module.training:
             continue
         if any(inner in modules for inner in module.modules()):
             warn(

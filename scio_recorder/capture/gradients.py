@@ -38,11 +38,6 @@ from scio_recorder.tensors.structures import Rebuild
 
 # As RemovableHandle wants them.
 GradientHooks: TypeAlias = "OrderedDict[int, Callable[[dict[RowIdx, Any]], object]]"
-LEFT_OUT = (
-    "it returned a tensor that existed before its call, such as its input, or a parameter, and "
-    "autograd adds up the gradients of all uses of that. See the layer that made the tensor, let "
-    "this one return a new one, such as x.clone(), or read .grad of a parameter or an input"
-)
 
 
 class CallKey(NamedTuple):
@@ -69,6 +64,14 @@ class CallStart(NamedTuple):
 
 class CallStarts:
     """The starts of the calls of modules that have not returned."""
+
+    # Why a call has no gradients.
+    LEFT_OUT = (
+        "it returned a tensor that existed before its call, such as its input, or a parameter, "
+        "and autograd adds up the gradients of all uses of that. See the layer that made the "
+        "tensor, let this one return a new one, such as x.clone(), or read .grad of a parameter or "
+        "an input"
+    )
 
     def __init__(self) -> None:
         self._starts: defaultdict[object, list[CallStart]] = defaultdict(list)
@@ -152,7 +155,7 @@ class Gradients:
             self._arrived, summed, lambda every: Recorded(every, tuple)
         )
         records = Records(architecture, entries, "gradient")
-        records.reasons = {at: LEFT_OUT for at in self._left_out if at is not None}
+        records.reasons = {at: CallStarts.LEFT_OUT for at in self._left_out if at is not None}
         return records
 
 

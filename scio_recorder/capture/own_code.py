@@ -27,7 +27,13 @@ from torch.compiler import is_compiling
 from scio_recorder.capture.around import CallWrapper, Uncopied
 from scio_recorder.capture.in_place import write, writes_to_argument
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.nets.operations import LibraryMode, function_name, returns_tensors
+from scio_recorder.nets.operations import (
+    LibraryMode,
+    calling_line,
+    function_name,
+    returns_tensors,
+    unseen,
+)
 from scio_recorder.tensors import private
 
 
@@ -222,6 +228,14 @@ class ObservingMode(LibraryMode):
 
     def after(self, function: str, index: int, given: Any, output: Any) -> None:
         """Look at what an operation has returned."""
+
+    def line(self) -> tuple[str, int, str]:
+        """Return the line that calls the function, while it is taken: see `calling_line`."""
+        return calling_line()
+
+    def apart(self, look: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the observer, whose own operations no mode of this library sees."""
+        return unseen(look, *args)
 
     def take(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function between `before` and `after`."""

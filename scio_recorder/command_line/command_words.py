@@ -19,14 +19,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from scio_recorder import Nodes, Recorder, Tokens
 from scio_recorder.display.progress import lines_every
-from scio_recorder.errors import CollectError, RecorderError, RecordingError, is_own
-from scio_recorder.nets.offers import nearest
-from scio_recorder.recorder.recorder import Recorder
-from scio_recorder.recording.collection import what_is_durable
-from scio_recorder.recording.row_kinds import Nodes, Tokens
-from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME, is_url
-from scio_recorder.tensors.properties import DTYPES
+from scio_recorder.errors import CollectError, RecorderError, RecordingError
+from scio_recorder.lowlevel import nearest, what_is_durable
+from scio_recorder.stores.files import holds_recording, is_url
+from scio_recorder.tensors import DTYPES
 
 FAILED = 1
 # The status with which diff and cmp report a difference.
@@ -177,7 +175,7 @@ def command_warnings() -> Iterator[None]:
         usual = warnings.showwarning
 
         def show(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:
-            if is_own(message):
+            if getattr(message, "is_of_scio_recorder", False):
                 text = in_one_line(command_message(str(message)))
                 print(f"scio-recorder: warning: {text}", file=sys.stderr)
             else:
@@ -265,7 +263,7 @@ def recording_at(path: str, *, other: str = "") -> str:
         raise UsageError(f"{path!r}: there is no such folder{other}")
     if not os.path.isdir(path):
         folder = os.path.dirname(path) or "."
-        is_part = os.path.exists(os.path.join(folder, DESCRIPTION_NAME))
+        is_part = holds_recording(folder)
         such = f", such as {folder!r}" if is_part else ""
         raise UsageError(f"{path!r} is a file: give the folder that holds the recording{such}")
     return path

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from torch import nn
 
+from scio_recorder import Recorder, open_recording
 from scio_recorder.analysis.comparing.compare import compare as compare_runs
 from scio_recorder.command_line.command_words import (
     DIFFERENT,
@@ -34,14 +35,9 @@ from scio_recorder.display.outline import Listing, full_name
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import RecordingError
 from scio_recorder.layer import counted
-from scio_recorder.nets.records import Inputs
-from scio_recorder.recorder.recorder import Recorder
-from scio_recorder.recording import open_recording
-from scio_recorder.recording.feed import Feed
-from scio_recorder.recording.settings import in_words
-from scio_recorder.stores.disk_format.description import is_url
-from scio_recorder.stores.files import RunReader, medium_at
-from scio_recorder.tensors.structures import map_tensors, tensors
+from scio_recorder.lowlevel import Feed, Inputs, in_words
+from scio_recorder.stores.files import RunReader, is_url, medium_at
+from scio_recorder.tensors import map_tensors, tensors
 from scio_recorder.workers.parts import progress_of, terminable
 
 # The least columns of characters that tables are given, and those of figures.

@@ -14,14 +14,13 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from scio_recorder import Recorder, Recording
 from scio_recorder.analysis.scores import mahalanobis
 from scio_recorder.command_line.command_words import print_line
 from scio_recorder.display.outline import Listing
-from scio_recorder.errors import needing
-from scio_recorder.recorder.recorder import Recorder
-from scio_recorder.recording import Recording
+from scio_recorder.lowlevel import needing
 from scio_recorder.reductions import Covariance
-from scio_recorder.tensors.arithmetic import one_thread
+from scio_recorder.tensors import one_thread
 
 # Digits below this one are known.
 KNOWN = 7

@@ -16,6 +16,12 @@ from scio_recorder.display.outline import short_name, short_title, visible
 from scio_recorder.errors import needing
 from scio_recorder.layer import Layer, few
 
+__all__ = [
+    "draw_effects",
+    "draw_matrix",
+    "draw_profile",
+]
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure

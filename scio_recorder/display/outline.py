@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING
 
 from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx, counted, text_of
 
+__all__ = [
+    "Listed",
+    "Listing",
+    "Outline",
+    "full_name",
+    "visible",
+    "with_operations",
+]
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
     from rich.text import Text

@@ -17,6 +17,15 @@ from scio_recorder.display.outline import Outline, call_text, hint, nodes, table
 from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import Layer, few
 
+__all__ = [
+    "Column",
+    "Outlined",
+    "check_page",
+    "number_text",
+    "rendered",
+    "write_page",
+]
+
 if TYPE_CHECKING:
     from jinja2 import Environment
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -19,6 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+__all__ = ["Advance", "lines_every", "progress_bar"]
+
 # Called with the samples, bytes and steps that were done; steps are 1 by default.
 Advance = Callable[..., None]
 

@@ -25,16 +25,9 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from scio_recorder.lowlevel import (
-    LEFT_OUT,
-    CallStart,
-    few,
-    private,
-    tensors,
-    version_counter,
-    version_of,
-    warn,
-)
+from scio_recorder.layer import few
+from scio_recorder.lowlevel import CallStart, CallStarts, warn
+from scio_recorder.tensors import private, tensors, version_counter, version_of
 
 CHANGED = (
     "it returns a view that is changed in place later, which removes the original view from "
@@ -243,7 +236,7 @@ class TrackedCall:
         node: Any = tensor.grad_fn
         if node is None:
             # A leaf outlives the graph, and so would a hook on it.
-            self._miss(LEFT_OUT)
+            self._miss(CallStarts.LEFT_OUT)
             return
         self._awaited.add(id(tensor))
         if start.has(tensor):
@@ -267,7 +260,7 @@ class TrackedCall:
             self._received[task] = gradients
             private.call_at_end_of_backward(partial(self._end, gradients))
         if key in self._older:
-            self._miss(LEFT_OUT)
+            self._miss(CallStarts.LEFT_OUT)
             gradient = None
         gradients[key] = gradient
         if len(gradients) == len(self._awaited):

@@ -14,20 +14,19 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, UnsupportedNetError
 from scio_recorder.events.event import REENTRANT, Event, EventLog, Stash, TrackedCall
+from scio_recorder.layer import counted
 from scio_recorder.lowlevel import (
     CallHook,
     CallHooks,
     CallStarts,
     check_supported,
-    counted,
     is_rerun,
-    map_tensors,
     nearest,
     needing,
-    private,
     takes_hooks,
     warn,
 )
+from scio_recorder.tensors import map_tensors, private
 
 if TYPE_CHECKING:
     import pandas

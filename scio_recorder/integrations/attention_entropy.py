@@ -8,13 +8,16 @@ from typing import Any
 
 from torch import nn
 
-from scio_recorder.capture.around import CallWrapper
-from scio_recorder.capture.checkpoint_regions import is_rerun
-from scio_recorder.capture.own_code import ObservingMode, RunningCode, run_in_mode
 from scio_recorder.errors import AttentionError
-from scio_recorder.nets.attention import AttentionReader
-from scio_recorder.nets.operations import unseen
-from scio_recorder.nets.records import Inputs
+from scio_recorder.lowlevel import (
+    AttentionReader,
+    CallWrapper,
+    Inputs,
+    ObservingMode,
+    RunningCode,
+    is_rerun,
+    run_in_mode,
+)
 
 ATTENTION_ENTROPY = "attention_entropy"
 _NOTHING = (
@@ -94,4 +97,4 @@ class _Measuring(ObservingMode):
 
     def after(self, function: str, index: int, given: Inputs, output: Any) -> None:
         """Hand an operation over."""
-        unseen(self._meter.measure, self._name, self._reader, function, given, output)
+        self.apart(self._meter.measure, self._name, self._reader, function, given, output)

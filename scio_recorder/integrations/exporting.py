@@ -32,12 +32,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.display.outline import visible
-from scio_recorder.errors import ArgumentError, RecordingError, needing
+from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.layer import Layer
-from scio_recorder.recording.readable import Readable
+from scio_recorder.lowlevel import Readable, needing
 from scio_recorder.stores.files import accessing
-from scio_recorder.tensors.copies import to_array
-from scio_recorder.tensors.properties import dtype_name
+from scio_recorder.tensors import dtype_name, to_array
 
 if TYPE_CHECKING:
     import datasets

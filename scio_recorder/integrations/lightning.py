@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from scio_recorder.errors import needing
 from scio_recorder.integrations.training import GuardedTraining, StepObserver
+from scio_recorder.lowlevel import needing
 
 with needing("lightning", "the callback"):
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -8,14 +8,13 @@ from typing import Any, Unpack
 
 from torch import nn
 
+from scio_recorder import Recording, open_recording
 from scio_recorder.display.progress import progress_bar
-from scio_recorder.errors import CollectError, RecordingError, needing
-from scio_recorder.recording import Recording, open_recording
-from scio_recorder.recording.options import CollectOptions, PartKeywords, shows
+from scio_recorder.errors import CollectError, RecordingError
+from scio_recorder.lowlevel import CollectOptions, PartKeywords, needing, shows
 from scio_recorder.stores import Disk, Store, as_store
-from scio_recorder.stores.disk_format.description import for_others
-from scio_recorder.stores.files import complete_ranks, medium_at
-from scio_recorder.tensors.arguments import whole
+from scio_recorder.stores.files import complete_ranks, for_others, medium_at
+from scio_recorder.tensors import whole
 from scio_recorder.workers.parts import check_make_batches, seen_by_others
 
 with needing("ray", "a collection by actors"):

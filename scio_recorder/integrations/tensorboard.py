@@ -6,14 +6,10 @@ from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from scio_recorder import Architecture, Recording
 from scio_recorder.errors import ArgumentError, LayerNotFoundError
 from scio_recorder.layer import RowIdx, text_of
-from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.records import LayerMapping
-from scio_recorder.recording import Recording
-from scio_recorder.recording.statistics import RunningStatistics, check_names, real_tensors
+from scio_recorder.lowlevel import LayerMapping, RunningStatistics
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -103,7 +99,7 @@ def add_activations(
             if statistic in chosen:
                 writer.add_scalar(f"{tag}_{statistic}/{name}", number, global_step, walltime)
         if histograms and running.num_finite:
-            finite = torch.cat([x[x.isfinite()].double() for x in real_tensors(value)])
+            finite = running.finite_values(value)
             writer.add_histogram(f"{tag}/{name}", finite, global_step, walltime=walltime)
 
 
@@ -115,3 +111,16 @@ def _names(architecture: Architecture, labels: list[RowIdx]) -> dict[RowIdx, str
         label: name if calls[name] == 1 else f"{name}_{text_of(label)}"
         for label, name in names.items()
     }
+
+
+def check_names(
+    names: Collection[str], known: Collection[str] = RunningStatistics.OF_VALUES
+) -> tuple[str, ...]:
+    """Return names of scalars; raise if there are none, or one is unknown."""
+    is_one = isinstance(names, str) or not isinstance(names, Collection)
+    wanted: tuple[Any, ...] = (names,) if is_one else tuple(names)
+    unknown = [name for name in wanted if name not in known]
+    if unknown or not wanted:
+        wrong = unknown[0] if unknown else wanted
+        raise ArgumentError(f"statistics={wrong!r}: choose among {', '.join(map(repr, known))}")
+    return wanted

@@ -12,15 +12,9 @@ from torch import nn
 from scio_recorder.errors import ArgumentError
 from scio_recorder.events import Event, Tracker
 from scio_recorder.integrations.attention_entropy import ATTENTION_ENTROPY, EntropyMeter
-from scio_recorder.nets.selection import choose_modules
-from scio_recorder.recording.statistics import (
-    OF_STATES,
-    OF_UNITS,
-    STATISTICS,
-    RunningStatistics,
-    check_names,
-)
-from scio_recorder.tensors.arguments import booleans, whole
+from scio_recorder.integrations.tensorboard import check_names
+from scio_recorder.lowlevel import RunningStatistics, choose_modules
+from scio_recorder.tensors import booleans, whole
 
 if TYPE_CHECKING:
     from scio_recorder.analysis.guarding.guard import Guard
@@ -51,7 +45,7 @@ class StepObserver:
             every_n_steps = whole("every_n_steps", every_n_steps, 1, ArgumentError)
         self.every_n_steps = every_n_steps
         self._selectors = tuple(selectors)
-        known = (*STATISTICS, *OF_UNITS, ATTENTION_ENTROPY)
+        known = (*RunningStatistics.OF_VALUES, *RunningStatistics.OF_UNITS, ATTENTION_ENTROPY)
         self._statistics = check_names(statistics, known)
         booleans(ArgumentError, gradients=gradients)
         self._gradients = gradients
@@ -99,7 +93,7 @@ class StepObserver:
             f"{'gradients' if grad else 'activations'}_{statistic}/{name}": value
             for (grad, name), running in self._running.items()
             for statistic, value in running.scalars().items()
-            if statistic in self._statistics and not (grad and statistic in OF_STATES)
+            if statistic in self._statistics and not (grad and statistic in running.OF_STATES)
         } | self._entropies.scalars()
 
     def problems(self) -> list[str]:
@@ -120,7 +114,7 @@ class StepObserver:
         self._modules = {}
 
     def _take(self, event: Event) -> None:
-        has_units = set(OF_UNITS) & set(self._statistics)
+        has_units = set(RunningStatistics.OF_UNITS) & set(self._statistics)
         empty = RunningStatistics(event.type.__name__ if has_units else None)
         self._running.setdefault((event.grad, event.name), empty).update(event.value)
 

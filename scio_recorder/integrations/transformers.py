@@ -6,8 +6,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from scio_recorder.errors import ArgumentError, FlowError, needing, warn
+from scio_recorder.errors import ArgumentError, FlowError
 from scio_recorder.integrations.training import GuardedTraining, StepObserver
+from scio_recorder.lowlevel import needing, warn
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments

@@ -14,17 +14,11 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from scio_recorder import Architecture, Recording
 from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.layer import DepthIdx, Label, Layer, label_of
-from scio_recorder.nets.architecture import Architecture
-from scio_recorder.recording import Recording
-from scio_recorder.stores import Held
-from scio_recorder.stores.disk_format.description import SAMPLE, row_column
-from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
-from scio_recorder.stores.disk_format.reader import RowReader
-from scio_recorder.stores.disk_format.tensor_file import TensorInfo
-from scio_recorder.stores.files import DiskTensor, accessing
-from scio_recorder.stores.kept_inputs import Calls, KeptCalls
+from scio_recorder.stores import Calls, DiskTensor, Held, KeptCalls, SampleIds, to_ids
+from scio_recorder.stores.files import SAMPLE, RowReader, TensorInfo, accessing, row_column
 
 __all__ = ["open_hidden_states"]
 

@@ -149,17 +149,6 @@ def returns_tensors(output: Any) -> bool:
     return isinstance(output, tuple | list) and any(isinstance(one, Tensor) for one in output)
 
 
-def is_unset(function: str) -> bool:
-    """Whether what a function returns has no values yet.
-
-    Examples
-    --------
-    >>> is_unset("new_empty"), is_unset("zeros")
-    (True, False)
-    """
-    return function.removeprefix("new_").startswith("empty")
-
-
 def calling_line() -> tuple[str, int, str]:
     """Return the line that calls a torch function: its file, its number and the line itself.
 

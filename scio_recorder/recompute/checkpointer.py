@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import ArgumentError, RecomputeError
-from scio_recorder.lowlevel import (
-    flatten,
-    preserved_rng,
-    random_state,
-    restore_random,
-    tensors,
-    whole,
-)
+from scio_recorder.lowlevel import preserved_rng, random_state, restore_random
+from scio_recorder.tensors import flatten, tensors, whole
 
 ForwardFunction: TypeAlias = Callable[[Any, int], Any]
 

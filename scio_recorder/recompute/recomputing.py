@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scio_recorder import Architecture, Layer
+from scio_recorder import Architecture
 from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeError
-from scio_recorder.layer import RowIdx, text_of
+from scio_recorder.layer import Layer, RowIdx, text_of
 from scio_recorder.lowlevel import (
     Assigned,
     CallHook,
@@ -31,23 +31,17 @@ from scio_recorder.lowlevel import (
     Capture,
     Inputs,
     LayerMapping,
-    Postprocessor,
     Postprocessors,
     Readable,
-    StridedCopy,
     WeightDigests,
     assign,
     digest_of,
-    flatten,
-    is_plain,
-    map_tensors,
     needs_fsdp,
-    private,
     select_layers,
-    tensors,
     untouched,
 )
 from scio_recorder.stores import KeptCall
+from scio_recorder.tensors import StridedCopy, flatten, is_plain, map_tensors, private, tensors
 
 _NOT_KEPT = (
     "attributes of modules that change from pass to pass, buffers of more than 256 KiB that "
@@ -178,9 +172,11 @@ class Recomputation:
             outputs |= _RepeatedCall(self._architecture, label, call, *settings).run()
         return outputs
 
-    def _assigned(self, postprocessors: Postprocessors | None) -> dict[RowIdx, Postprocessor]:
+    def _assigned(
+        self, postprocessors: Postprocessors | None
+    ) -> dict[RowIdx, Callable[[Any], Any]]:
         architecture = self._architecture
-        posts: dict[RowIdx, Postprocessor] = {}
+        posts: dict[RowIdx, Callable[[Any], Any]] = {}
         if postprocessors is not None:
             posts = assign(architecture, list(self._recording), postprocessors)
         then = self._recording.settings.get("postprocessors") or []
@@ -272,7 +268,7 @@ class _RepeatedCall:
     label: RowIdx
     call: KeptCall
     targets: set[RowIdx]
-    posts: Mapping[RowIdx, Postprocessor]
+    posts: Mapping[RowIdx, Callable[[Any], Any]]
     digest: Callable[[nn.Module], str] = lambda module: ""
 
     def __post_init__(self) -> None:

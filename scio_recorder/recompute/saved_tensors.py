@@ -26,13 +26,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from scio_recorder import Architecture
 from scio_recorder.errors import MutationError, SelectorTypeError
 from scio_recorder.layer import RowIdx
-from scio_recorder.lowlevel import (
-    CallWrapper,
+from scio_recorder.lowlevel import CallWrapper, select_layers
+from scio_recorder.tensors import (
     StridedCopy,
     floating_or_none,
     is_plain,
     private,
-    select_layers,
     usable_device,
     version_counter,
     version_of,

@@ -27,7 +27,7 @@ from scio_recorder.recording.row_kinds import Continuing
 from scio_recorder.recording.rows import BatchRows, Source
 from scio_recorder.recording.settings import made_with
 from scio_recorder.stores import Job, State, Store, StoreWriter, as_store
-from scio_recorder.stores.disk import check_copies, refuse_repeated_ids
+from scio_recorder.stores.disk import check_copies
 from scio_recorder.stores.disk_format.ids import Ids
 from scio_recorder.stores.disk_format.tensor_file import expect
 from scio_recorder.stores.files import (
@@ -35,6 +35,7 @@ from scio_recorder.stores.files import (
     medium_at,
     parsing,
     read_description,
+    refuse_repeated_ids,
     scan,
 )
 from scio_recorder.tensors.digests import WeightDigests, weights_digest

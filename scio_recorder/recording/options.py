@@ -105,7 +105,7 @@ class CollectOptions:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        from scio_recorder.recording.rows import rows_or_none
+        from scio_recorder.recording.rows import Rows
 
         self.every = whole("every", self.every, 1)
         if self.max_batches is not None:
@@ -118,7 +118,7 @@ class CollectOptions:
                     f"{name}=lambda batch: ..."
                 )
         floating_or_none(self.dtype, CollectError)
-        rows_or_none(self.rows, CollectError)
+        Rows.or_none(self.rows, CollectError)
 
     @classmethod
     def of(cls, function: Callable[..., Any], options: Mapping[str, object], **others: Any) -> Self:

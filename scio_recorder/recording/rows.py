@@ -445,6 +445,16 @@ class Rows(abc.ABC):
     fields: Fields | None
     where: Name | None
 
+    @staticmethod
+    def or_none(rows: Any, error: type[RecorderError]) -> Rows | None:
+        """Return the argument ``rows`` of a function; raise if it is something else."""
+        if rows is None or isinstance(rows, Rows):
+            return rows
+        hint = f": write rows={rows.__name__}()" if isinstance(rows, type) else ""
+        raise error(
+            f"rows={rows!r}{hint}; give scio_recorder.Tokens(...), scio_recorder.Nodes(...) or None"
+        )
+
     @abc.abstractmethod
     def of(self, source: Source) -> BatchRows:
         """Return the rows of a batch.
@@ -543,16 +553,6 @@ class Rows(abc.ABC):
             columns[name] = value.flatten()[index]
         is_all = len(index) == owners.numel() and bool((index.diff() == 1).all())
         return BatchRows(dims, shape, num_samples, None if is_all else index, columns, lengths)
-
-
-def rows_or_none(rows: Any, error: type[RecorderError]) -> Rows | None:
-    """Return the argument ``rows`` of a function; raise if it is something else."""
-    if rows is None or isinstance(rows, Rows):
-        return rows
-    hint = f": write rows={rows.__name__}()" if isinstance(rows, type) else ""
-    raise error(
-        f"rows={rows!r}{hint}; give scio_recorder.Tokens(...), scio_recorder.Nodes(...) or None"
-    )
 
 
 def _is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:

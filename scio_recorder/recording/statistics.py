@@ -7,7 +7,7 @@ once more for the histogram, whose range these have shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scio_recorder.display import figure
 from scio_recorder.display.progress import Advance, progress_bar
-from scio_recorder.errors import ArgumentError, RecorderError
+from scio_recorder.errors import RecorderError
 from scio_recorder.layer import RowIdx
 from scio_recorder.recording.readable import Readable
 from scio_recorder.reductions import (
@@ -37,11 +37,6 @@ from scio_recorder.tensors.arithmetic import one_thread, with_float64
 from scio_recorder.tensors.properties import dtype_name
 from scio_recorder.tensors.structures import tensors
 
-# The scalars of all values, and of units.
-STATISTICS = ("mean", "std", "norm", "zeros", "nonfinite")
-OF_UNITS = ("max_abs", "dead", "saturated", "exploding")
-# Those that mean nothing for gradients.
-OF_STATES = OF_UNITS[1:]
 # A unit explodes if its largest absolute value is so many times that of the median unit, and above
 # what functions such as softmax can return. Among fewer units there is no median to speak of.
 EXPLOSION_FACTOR = 20.0
@@ -68,6 +63,9 @@ class RunningStatistics:
 
     Attributes
     ----------
+    OF_VALUES, OF_UNITS, OF_STATES : tuple of str
+        Names of scalars: of all values, of units, and those of units that mean nothing for
+        gradients.
     num_finite, nans : int
         Numbers of values.
 
@@ -78,6 +76,10 @@ class RunningStatistics:
     >>> statistics.scalars()
     {'mean': 3.0, 'norm': 7.8740..., 'std': 2.9439..., 'zeros': 0.2, 'nonfinite': 1}
     """
+
+    OF_VALUES = ("mean", "std", "norm", "zeros", "nonfinite")
+    OF_UNITS = ("max_abs", "dead", "saturated", "exploding")
+    OF_STATES = OF_UNITS[1:]
 
     def __init__(self, type_name: str | None = None) -> None:
         self._type_name = type_name
@@ -93,6 +95,11 @@ class RunningStatistics:
             self._add(part.flatten())
         if parts and parts[0].ndim and self._type_name is not None:
             self._add_units(parts[0], self._type_name)
+
+    @staticmethod
+    def finite_values(value: Any) -> Tensor:
+        """Return the finite values of all tensors in an output, in float64."""
+        return torch.cat([part[part.isfinite()].double() for part in real_tensors(value)])
 
     def _add(self, values: Tensor) -> None:
         finite, ends = values, torch.stack(values.aminmax())
@@ -181,17 +188,6 @@ class RunningStatistics:
             if units.saturated is not None:
                 scalars["saturated"] = float(units.saturated.double().mean())
         return scalars
-
-
-def check_names(names: Collection[str], known: Collection[str] = STATISTICS) -> tuple[str, ...]:
-    """Return names of scalars; raise if there are none, or one is unknown."""
-    is_one = isinstance(names, str) or not isinstance(names, Collection)
-    wanted: tuple[Any, ...] = (names,) if is_one else tuple(names)
-    unknown = [name for name in wanted if name not in known]
-    if unknown or not wanted:
-        wrong = unknown[0] if unknown else wanted
-        raise ArgumentError(f"statistics={wrong!r}: choose among {', '.join(map(repr, known))}")
-    return wanted
 
 
 def real_tensors(value: Any) -> Iterator[Tensor]:

@@ -26,13 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import CollectError, CollectWarning, RecordingError, caught_as, warn
+from scio_recorder.errors import CollectError, RecordingError, caught_as
 from scio_recorder.layer import Operation, RowIdx, TensorSpec, few, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.stores.disk_format.description import (
-    brief,
-    differences,
-    first_of,
     is_url,
     row_column,
 )
@@ -42,9 +39,11 @@ from scio_recorder.stores.disk_format.tensor_file import TensorInfo, as_read, ex
 from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.stores.files import (
     DiskTensor,
+    EmptyPartError,
     RunReader,
     RunWriter,
     accessing,
+    check_settings,
     holds_recording,
     medium_at,
     place_of,
@@ -68,10 +67,6 @@ CHUNK_BYTES = 64 << 20
 _SECONDS_BETWEEN_COMMITS = 30.0
 # The seconds for which a process without samples waits for others to begin a recording.
 _SECONDS_OF_WAITING = 600.0
-
-
-class EmptyPartError(CollectError):
-    """A part has no samples, and there is no recording yet to which it could belong."""
 
 
 class Disk(Store):
@@ -445,69 +440,6 @@ def check_copies(architecture: Architecture, layers: Iterable[RowIdx | str], sto
             f"{count} processes of this net see the same samples and have all of these layers, so "
             f"that there would be {count} of each row: let one of them write, as in "
             'store=Disk(path) if rank == 0 else "host"'
-        )
-
-
-def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
-    """Refuse to continue or to join a recording with other settings."""
-    there, here = _briefly(stored), _briefly(given)
-    if there["architecture"] != here["architecture"]:
-        raise RecordingError(
-            f"{path} was recorded from another network, whose layers differ: give that network, or "
-            "choose another folder"
-        )
-    made_with, makes_with = (settings.pop("made_with", None) for settings in (there, here))
-    # Digests tell nothing to a reader.
-    has_other_weights = there.pop("weights", None) != here.pop("weights", None)
-    differing = ["the weights are others"] * has_other_weights + differences(there, here)
-    if differing:
-        way = ""
-        if stored.get("world_size") != given.get("world_size"):
-            way = "; collect_parts goes on with any number of processes"
-        elif stored.get("process") != given.get("process"):
-            way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
-        raise RecordingError(
-            f"{path} was recorded with other settings: {first_of(differing)}. Give the same "
-            f"network and settings, or choose another folder{way}"
-        )
-    if made_with and makes_with:
-        _warn_of_versions(path, made_with, makes_with)
-
-
-def _warn_of_versions(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
-    """Warn if a recording goes on with another torch, or another package of the net."""
-    packages = dict.fromkeys(("torch", str(given.get("net")).partition(".")[0]))
-    names = [name for name in packages if stored.get(name) != given.get(name)]
-    if names:
-        texts = [
-            ", ".join(f"{name} {brief(versions.get(name))}" for name in names)
-            for versions in (stored, given)
-        ]
-        warn(
-            f"{path} was begun with {texts[0]}, and goes on with {texts[1]}, which may compute "
-            "other numbers: go on with the versions that it was begun with, or choose another "
-            "folder",
-            CollectWarning,
-        )
-
-
-def _briefly(header: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that must agree, with the fingerprint in place of the architecture."""
-    architecture = header.get("architecture")
-    fingerprint = architecture.get("fingerprint") if isinstance(architecture, dict) else None
-    return {**header, "architecture": fingerprint}
-
-
-def refuse_repeated_ids(path: str, run: Run) -> None:
-    """Raise `CollectError` if two samples have the same id."""
-    repeated = run.sample_ids().repeated()
-    if repeated is not None:
-        chunks = [chunk for chunk in run.all_chunks if repeated in chunk.ids]
-        raise CollectError(
-            f"{path}: two samples have the id {repeated!r}, in part {chunks[0].rank} and part "
-            f"{chunks[-1].rank}: each needs an id of its own. The data on disk stays and can be "
-            "read; collect again into another folder, with other sample_ids, or with parts that "
-            "have no sample twice, as by a sampler that repeats none (drop_last=True)"
         )
 
 

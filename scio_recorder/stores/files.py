@@ -17,13 +17,68 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import CollectError, RecorderError, RecordingError, needing
+from scio_recorder.errors import (
+    CollectError,
+    CollectWarning,
+    RecorderError,
+    RecordingError,
+    needing,
+    warn,
+)
 from scio_recorder.stores.disk_format import description, medium, reader, writer
-from scio_recorder.stores.disk_format.medium import ContentError, FormatError, for_each
-from scio_recorder.stores.disk_format.reader import RowReader
-from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, empty_bytes
+from scio_recorder.stores.disk_format.description import (
+    MAX_RANKS,
+    SAMPLE,
+    brief,
+    differences,
+    first_of,
+    for_others,
+    is_url,
+    manifest_name,
+    row_column,
+)
+from scio_recorder.stores.disk_format.medium import ContentError, FormatError, Medium, for_each
+from scio_recorder.stores.disk_format.reader import RowReader, Run
+from scio_recorder.stores.disk_format.tensor_file import (
+    BLOCK_BYTES,
+    TensorInfo,
+    as_read,
+    dump,
+    empty_bytes,
+    expect,
+    parse,
+)
+from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
+
+__all__ = [
+    "MAX_RANKS",
+    "SAMPLE",
+    "EmptyPartError",
+    "Medium",
+    "RowReader",
+    "RunReader",
+    "TensorInfo",
+    "WriteRight",
+    "accessing",
+    "as_read",
+    "bytes_of_row",
+    "check_empty",
+    "check_settings",
+    "complete_ranks",
+    "dump",
+    "expect",
+    "for_others",
+    "holds_recording",
+    "is_url",
+    "manifest_name",
+    "medium_at",
+    "parse",
+    "read_description",
+    "refuse_repeated_ids",
+    "row_column",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -45,6 +100,10 @@ _ABOUT_IT = {
 }
 _INDICES = (torch.int8, torch.int16, torch.int32, torch.int64)
 _SPAN_BYTES = 16 << 20
+
+
+class EmptyPartError(CollectError):
+    """A part has no samples, and there is no recording yet to which it could belong."""
 
 
 def _translated(error: Exception) -> RecorderError:
@@ -254,3 +313,66 @@ class DiskTensor(Tensor):
 
 def _loaded(value: Tensor) -> Tensor:
     return value._read(0, len(value)) if isinstance(value, DiskTensor) else value
+
+
+def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse to continue or to join a recording with other settings."""
+    there, here = _briefly(stored), _briefly(given)
+    if there["architecture"] != here["architecture"]:
+        raise RecordingError(
+            f"{path} was recorded from another network, whose layers differ: give that network, or "
+            "choose another folder"
+        )
+    made_with, makes_with = (settings.pop("made_with", None) for settings in (there, here))
+    # Digests tell nothing to a reader.
+    has_other_weights = there.pop("weights", None) != here.pop("weights", None)
+    differing = ["the weights are others"] * has_other_weights + differences(there, here)
+    if differing:
+        way = ""
+        if stored.get("world_size") != given.get("world_size"):
+            way = "; collect_parts goes on with any number of processes"
+        elif stored.get("process") != given.get("process"):
+            way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
+        raise RecordingError(
+            f"{path} was recorded with other settings: {first_of(differing)}. Give the same "
+            f"network and settings, or choose another folder{way}"
+        )
+    if made_with and makes_with:
+        _warn_of_versions(path, made_with, makes_with)
+
+
+def _warn_of_versions(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
+    """Warn if a recording goes on with another torch, or another package of the net."""
+    packages = dict.fromkeys(("torch", str(given.get("net")).partition(".")[0]))
+    names = [name for name in packages if stored.get(name) != given.get(name)]
+    if names:
+        texts = [
+            ", ".join(f"{name} {brief(versions.get(name))}" for name in names)
+            for versions in (stored, given)
+        ]
+        warn(
+            f"{path} was begun with {texts[0]}, and goes on with {texts[1]}, which may compute "
+            "other numbers: go on with the versions that it was begun with, or choose another "
+            "folder",
+            CollectWarning,
+        )
+
+
+def _briefly(header: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that must agree, with the fingerprint in place of the architecture."""
+    architecture = header.get("architecture")
+    fingerprint = architecture.get("fingerprint") if isinstance(architecture, dict) else None
+    return {**header, "architecture": fingerprint}
+
+
+def refuse_repeated_ids(path: str, run: Run) -> None:
+    """Raise `CollectError` if two samples have the same id."""
+    repeated = run.sample_ids().repeated()
+    if repeated is not None:
+        chunks = [chunk for chunk in run.all_chunks if repeated in chunk.ids]
+        raise CollectError(
+            f"{path}: two samples have the id {repeated!r}, in part {chunks[0].rank} and part "
+            f"{chunks[-1].rank}: each needs an id of its own. The data on disk stays and can be "
+            "read; collect again into another folder, with other sample_ids, or with parts that "
+            "have no sample twice, as by a sampler that repeats none (drop_last=True)"
+        )

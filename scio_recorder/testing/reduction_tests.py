@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder
 from scio_recorder.errors import CollectError, RecorderError
-from scio_recorder.lowlevel import map_tensors, tensors
 from scio_recorder.reductions import Reduction
+from scio_recorder.tensors import map_tensors, tensors
 from scio_recorder.testing.undisturbed import assert_same
 
 _COUNT = 24

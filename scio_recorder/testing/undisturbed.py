@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from scio_recorder.lowlevel import flatten, map_tensors, same_bits, tensors
+from scio_recorder.tensors import flatten, map_tensors, same_bits, tensors
 
 State: TypeAlias = dict[str, Any]
 

@@ -35,9 +35,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from scio_recorder.errors import RecordingError
-from scio_recorder.stores.disk_format.description import complete_ranks, manifest_name
-from scio_recorder.stores.disk_format.medium import Medium
-from scio_recorder.stores.disk_format.tensor_file import dump, expect, parse
+from scio_recorder.stores.files import Medium, complete_ranks, dump, expect, manifest_name, parse
 
 RENEWED_EVERY = 15.0
 TRUSTED_FOR = 45.0

@@ -21,39 +21,39 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from scio_recorder import Recording
+from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError, RecorderError, RecordingError
+from scio_recorder.layer import counted
 from scio_recorder.lowlevel import (
-    Advance,
     Capture,
     Collection,
     CollectOptions,
-    EmptyPartError,
     Feed,
     InStep,
     LayerOptions,
     caught_as,
-    counted,
     opened,
-    progress_bar,
     raised_by,
     several,
-    whole,
 )
 from scio_recorder.stores import Disk, Store, as_store
-from scio_recorder.stores.disk import check_settings, refuse_repeated_ids
-from scio_recorder.stores.disk_format.description import DESCRIPTION_NAME, MAX_RANKS
-from scio_recorder.stores.disk_format.medium import Medium
-from scio_recorder.stores.disk_format.tensor_file import as_read
-from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.stores.files import (
+    MAX_RANKS,
+    EmptyPartError,
+    Medium,
     RunReader,
+    WriteRight,
     accessing,
+    as_read,
     check_empty,
+    check_settings,
     complete_ranks,
     holds_recording,
     medium_at,
     read_description,
+    refuse_repeated_ids,
 )
+from scio_recorder.tensors import whole
 from scio_recorder.workers.leases import (
     PREFIX,
     Claims,
@@ -84,7 +84,7 @@ def check_make_batches(make_batches: Any) -> None:
 
 def check_begun(medium: Medium, num_parts: int, header: dict[str, Any]) -> None:
     """Refuse a place where there is something else than the beginning of these parts."""
-    if not medium.has(DESCRIPTION_NAME):
+    if not holds_recording(medium.path):
         check_empty(medium)
         return
     description = read_description(medium)

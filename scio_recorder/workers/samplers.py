@@ -18,7 +18,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from scio_recorder.errors import CollectError
-from scio_recorder.lowlevel import ChosenSamples, ProcessRank, Share, this_process
+from scio_recorder.lowlevel import ChosenSamples, Share
+from scio_recorder.tensors import ProcessRank, this_process
 
 # Attributes that, besides the dataset, decide the indices that a sampler gives.
 _SETTINGS = ("shuffle", "seed", "epoch", "drop_last")

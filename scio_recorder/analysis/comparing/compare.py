@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from scio_recorder import Recorder, Recording
 from scio_recorder.analysis.comparing.difference import (
     Difference,
     FirstDifference,
@@ -45,21 +46,24 @@ from scio_recorder.analysis.comparing.sides import (
     Side,
     sample_blocks,
 )
-from scio_recorder.capture.program import RecordOptions
 from scio_recorder.display.progress import progress_bar
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import Operation
-from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.sharded import InStep, is_sharded
-from scio_recorder.nets.state.moment import random_state, restore_random
-from scio_recorder.nets.state.untouched import NetState, reached, untouched
-from scio_recorder.recorder.recorder import Recorder
-from scio_recorder.recording import Recording
-from scio_recorder.recording.feed import Feed
-from scio_recorder.recording.options import CollectOptions
-from scio_recorder.recording.rows import Rows, rows_or_none
-from scio_recorder.tensors import private
-from scio_recorder.tensors.structures import tensors
+from scio_recorder.lowlevel import (
+    CollectOptions,
+    Feed,
+    Inputs,
+    InStep,
+    NetState,
+    RecordOptions,
+    Rows,
+    is_sharded,
+    random_state,
+    reached,
+    restore_random,
+    untouched,
+)
+from scio_recorder.tensors import private, tensors
 
 ToInputs = Callable[[Any], Any]
 _T = TypeVar("_T")
@@ -140,7 +144,7 @@ def compare(
     >>> difference.first.layer.name, difference.first.inputs_equal, difference["1"].max_abs
     ('2', True, 0.0)
     """
-    rows = rows_or_none(rows, ComparisonError)
+    rows = Rows.or_none(rows, ComparisonError)
     feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
     reference_side = _side(reference, "reference", feeds[0])
     # Operations that the reference has recorded are compared.

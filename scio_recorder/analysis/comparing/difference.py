@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from scio_recorder import Architecture
 from scio_recorder.display.figure import draw_profile
 from scio_recorder.display.outline import (
     Listed,
@@ -29,11 +30,9 @@ from scio_recorder.display.page import (
     rendered,
     write_page,
 )
-from scio_recorder.errors import ComparisonError, needing
+from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import Label, Layer, Operation, OperationIdx, RowIdx, counted, few
-from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.records import LayerMapping
-from scio_recorder.recording.settings import in_words
+from scio_recorder.lowlevel import LayerMapping, in_words, needing
 
 if TYPE_CHECKING:
     import pandas as pd

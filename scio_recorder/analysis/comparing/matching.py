@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
+from scio_recorder import Architecture
 from scio_recorder.analysis.comparing.difference import Unmatched
 from scio_recorder.analysis.comparing.sides import Side
-from scio_recorder.errors import ComparisonError, ShardWarning, warn
+from scio_recorder.errors import ComparisonError, ShardWarning
 from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx, counted, few
-from scio_recorder.nets.architecture import Architecture
+from scio_recorder.lowlevel import warn
 
 _SHOWN = 5
 _SIGN = re.compile(r"([*?])")

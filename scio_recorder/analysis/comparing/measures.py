@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import ComparisonError
-from scio_recorder.tensors.arithmetic import with_float64
-from scio_recorder.tensors.properties import is_dense
+from scio_recorder.tensors import is_dense, with_float64
 
 # Elements measured together: in the cache of a core, or many at a time on a device.
 _PIECE = {"cpu": 1 << 17}

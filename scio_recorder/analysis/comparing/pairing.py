@@ -13,10 +13,8 @@ from torch.masked import MaskedTensor
 
 from scio_recorder.analysis.comparing.measures import dense
 from scio_recorder.layer import counted
-from scio_recorder.nets.records import Inputs
-from scio_recorder.tensors.copies import gathered
-from scio_recorder.tensors.properties import inner_tensors
-from scio_recorder.tensors.structures import fold, is_container, tensors
+from scio_recorder.lowlevel import Inputs
+from scio_recorder.tensors import fold, gathered, inner_tensors, is_container, tensors
 
 _PLAIN = bool | int | float | complex | str | bytes | range | slice | Enum | torch.dtype
 # Parts by their places in a structure: tensors, and plain values of any kind.

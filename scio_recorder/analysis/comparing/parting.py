@@ -25,15 +25,18 @@ from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.measures import Tolerance, measure
 from scio_recorder.analysis.comparing.pairing import paired_outputs
-from scio_recorder.capture.around import CallWrapper
-from scio_recorder.capture.own_code import ObservingMode, OwnCodeHook, RunningCode, run_in_mode
+from scio_recorder.analysis.guarding.finite import is_unset
 from scio_recorder.layer import Layer, Operation, describe
-from scio_recorder.nets.hookable import takes_hooks
-from scio_recorder.nets.operations import calling_line, is_unset
-from scio_recorder.nets.state.untouched import reached
-from scio_recorder.tensors.copies import Copies
-from scio_recorder.tensors.properties import memories_of
-from scio_recorder.tensors.structures import tensors
+from scio_recorder.lowlevel import (
+    CallWrapper,
+    ObservingMode,
+    OwnCodeHook,
+    RunningCode,
+    reached,
+    run_in_mode,
+    takes_hooks,
+)
+from scio_recorder.tensors import Copies, memories_of, tensors
 
 _CALL, _RETURN = "call of a module", "return"
 # Functions that write to all of a tensor, and read nothing of it.
@@ -118,7 +121,7 @@ class _TracingMode(ObservingMode):
                 # Not if it is only a view of a part.
                 if output.untyped_storage().nbytes() == output.nbytes:
                     self._unset.pop(at)
-        row = Operation(self._layer, function, index, describe(output), calling_line())
+        row = Operation(self._layer, function, index, describe(output), self.line())
         self.add(row, function, given, output)
 
     def add(self, row: Operation | None, what: str, given: list[StepInput], output: Any) -> None:

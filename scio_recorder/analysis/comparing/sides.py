@@ -14,26 +14,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scio_recorder import Recording
 from scio_recorder.analysis.comparing.difference import SampleId
 from scio_recorder.analysis.comparing.measures import dense
 from scio_recorder.analysis.comparing.parting import Step, traced
-from scio_recorder.capture.engine import Capture, fusable, warn_of_other_kernels
-from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import Layer, RowIdx, counted, few
-from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.refusals import refuse_unkeepable
-from scio_recorder.recording import Recording
-from scio_recorder.recording.feed import Advice, Feed, raise_for_batch
-from scio_recorder.recording.rows import BatchRows, Rows, Source
-from scio_recorder.recording.settings import made_with
+from scio_recorder.lowlevel import (
+    Advice,
+    BatchRows,
+    Capture,
+    Feed,
+    Inputs,
+    RecordOptions,
+    Rows,
+    Source,
+    made_with,
+    raise_for_batch,
+    refuse_unkeepable,
+    several,
+    warn_of_other_kernels,
+)
 from scio_recorder.reductions import Digest
-from scio_recorder.reductions.base import several
 from scio_recorder.stores.files import bytes_of_row
-from scio_recorder.tensors.copies import Copies, gathered, twin
-from scio_recorder.tensors.digests import sample_digests
-from scio_recorder.tensors.properties import is_plain
-from scio_recorder.tensors.structures import Apart, map_tensors, taken_apart
+from scio_recorder.tensors import Apart, Copies, gathered, is_plain, map_tensors, taken_apart, twin
 
 _SHOWN, _MOST_POSITIONS = 5, 15
 # The bytes of a layer that are read at once from each recording.
@@ -186,8 +190,8 @@ class NetworkSide:
 
     def trace(self, block: SampleBlock, layer: Layer) -> list[Step]:
         """Run the network on a batch again, and return what the own code of a layer does."""
-        rows = [row for row in fusable(self.architecture, of_functions=True) if row is layer]
-        warn_of_other_kernels(rows, [layer.module], "compared by operations")
+        what = "compared by operations"
+        warn_of_other_kernels([layer], [layer.module], what, of_functions=True)
         with traced(self.net, layer, all_calls=self.calls == "any") as steps:
             self._run(block, lambda args, kwargs: self.net(*args, **kwargs))
         return steps
@@ -367,7 +371,10 @@ def _digests_of(tensor: Tensor) -> Tensor:
     """Return a digest for each sample; others refuse outputs without samples."""
     if not tensor.ndim:
         return tensor
-    return sample_digests(tensor if is_plain(tensor) else dense(gathered(tensor)))
+    digest = Digest()
+    digest.update(tensor if is_plain(tensor) else dense(gathered(tensor)))
+    digests: Tensor = digest.compute()
+    return digests
 
 
 def refuse_missing(keys: Sequence[object], where: str, who: str) -> None:

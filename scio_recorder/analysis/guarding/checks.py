@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from torch import Tensor, nn
 
+from scio_recorder import Architecture
 from scio_recorder.analysis.guarding.finite import (
     KINDS,
     GuardedCode,
@@ -33,9 +34,9 @@ from scio_recorder.analysis.guarding.finite import (
 )
 from scio_recorder.analysis.guarding.loss_scaling import LossScaling
 from scio_recorder.analysis.guarding.origin import Direction, KeptInputs, Origin
-from scio_recorder.errors import ArgumentError, NonFiniteError, warn
+from scio_recorder.errors import ArgumentError, NonFiniteError
 from scio_recorder.layer import Layer
-from scio_recorder.nets.architecture import Architecture
+from scio_recorder.lowlevel import warn
 from scio_recorder.tensors import private
 
 Action: TypeAlias = Literal["raise", "warn", "record"]

@@ -11,13 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.own_code import ObservingMode
 from scio_recorder.layer import Layer, Operation, describe
-from scio_recorder.nets.operations import calling_line, is_unset
-from scio_recorder.tensors import private
-from scio_recorder.tensors.digests import plain_parts
-from scio_recorder.tensors.properties import is_dense, version_of
-from scio_recorder.tensors.structures import tensors
+from scio_recorder.lowlevel import ObservingMode, plain_parts
+from scio_recorder.tensors import is_dense, private, tensors, version_of
 
 KINDS = ("nan", "inf")
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -170,6 +166,17 @@ class Known:
 # -- operations ------------------------------------------------------------------------------------
 
 
+def is_unset(function: str) -> bool:
+    """Whether what a function returns has no values yet.
+
+    Examples
+    --------
+    >>> is_unset("new_empty"), is_unset("zeros")
+    (True, False)
+    """
+    return function.removeprefix("new_").startswith("empty")
+
+
 class _Fault(NamedTuple):
     """An operation that gave kinds which it was not given."""
 
@@ -210,7 +217,7 @@ class GuardedCode(ObservingMode):
             return
         made = kinds_made(given, kinds_of(self._local.known.examine_all((output,))))
         if made:
-            line = calling_line()
+            line = self.line()
             self._faults.append(_Fault(function, index, describe(output), line, given, made))
 
     def operation(self, layer: Layer, kinds: Collection[str]) -> Operation | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -20,23 +20,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from scio_recorder import Architecture
 from scio_recorder.analysis.guarding.checks import Action, Checks, GuardedCall
 from scio_recorder.analysis.guarding.finite import GuardedCode, Known
 from scio_recorder.analysis.guarding.guarded_gradients import attach
 from scio_recorder.analysis.guarding.origin import KeptInputs, Origin
-from scio_recorder.capture.around import CallWrapper
-from scio_recorder.capture.engine import fusable, refuse_transforms, warn_of_other_kernels
-from scio_recorder.capture.hooks import CallHook, CallHooks
-from scio_recorder.capture.own_code import run_in_mode
 from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
-from scio_recorder.interpreter import frame_around, is_called_in
-from scio_recorder.layer import Layer, counted
-from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.hookable import takes_hooks
-from scio_recorder.nets.records import Inputs
-from scio_recorder.tensors import private
-from scio_recorder.tensors.arguments import booleans
-from scio_recorder.tensors.digests import WeightDigests
+from scio_recorder.layer import counted
+from scio_recorder.lowlevel import (
+    CallHook,
+    CallHooks,
+    CallWrapper,
+    Inputs,
+    WeightDigests,
+    interpreter,
+    refuse_transforms,
+    run_in_mode,
+    takes_hooks,
+    warn_of_other_kernels,
+)
+from scio_recorder.tensors import booleans, private
 
 __all__ = ["Action", "Guard", "Origin"]
 
@@ -123,8 +126,10 @@ def guarded(
     booleans(ArgumentError, gradients=gradients, keep_inputs=keep_inputs, operations=operations)
     checks, hooks = Checks(architecture, action, kinds), CallHooks()
     modules, weights = _modules_of(architecture), WeightDigests() if keep_inputs else None
-    layers = fusable(architecture, of_functions=operations)
-    calls = _GuardedCalls(checks, modules, layers, weights, gradients)
+    warns = partial(
+        warn_of_other_kernels, architecture.values(), modules, "guarded", of_functions=operations
+    )
+    calls = _GuardedCalls(checks, modules, warns, weights, gradients)
     wrappers = [_wrapper(one, checks) for one in modules] if operations else []
     try:
         for wrapper in wrappers:
@@ -184,8 +189,8 @@ class _GuardedCalls:
     checks: Checks
     # The name of each module, which its replicas share.
     modules: dict[nn.Module, str]
-    # Layers that may run in another kernel, found once: there are many passes.
-    fusable: list[Layer]
+    # Warns if another kernel runs, and returns whether it does; None once it has warned.
+    warns: Callable[[], bool] | None
     # Takes digests of parameters, if inputs are kept.
     weights: WeightDigests | None
     has_gradients: bool
@@ -194,8 +199,8 @@ class _GuardedCalls:
         """Begin a pass: a call that is part of no other."""
         checks, local = self.checks, self.checks.local
         local.known = Known()
-        if self.fusable and warn_of_other_kernels(self.fusable, self.modules.keys(), "guarded"):
-            self.fusable = []
+        if self.warns is not None and self.warns():
+            self.warns = None
         # Checkpointing calls modules again in a backward pass, as part of a pass that was counted.
         if private.backward_pass() == -1:
             refuse_transforms("guarded")
@@ -206,7 +211,7 @@ class _GuardedCalls:
         """Examine the inputs of a call that begins, since the module may work in place."""
         checks, local = self.checks, self.checks.local
         # A frame that a variable of its own held would live until garbage is collected.
-        frame = frame_around(2)  # a hook's caller
+        frame = interpreter.frame_around(2)  # a hook's caller
         around = self.forget(frame)
         if around is None:
             self._begin_pass()
@@ -229,7 +234,7 @@ class _GuardedCalls:
         """Forget calls of which a frame is no part; return the innermost of which it is one."""
         calls = self.checks.local.calls
         while calls:
-            if is_called_in(frame, calls[-1].frame):
+            if interpreter.is_called_in(frame, calls[-1].frame):
                 return calls[-1]
             calls.pop().release()
         return None
@@ -239,7 +244,7 @@ class _GuardedCalls:
         checks, local = self.checks, self.checks.local
         if local.own_code is not None:
             local.own_code.is_paused = True
-        frame = frame_around(2)  # a hook's caller
+        frame = interpreter.frame_around(2)  # a hook's caller
         calls = local.calls
         if calls and calls[-1].frame is not frame:
             self.forget(frame)

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from scio_recorder.analysis.guarding.checks import Checks, GuardedCall
 from scio_recorder.analysis.guarding.finite import NonFinite
-from scio_recorder.tensors import private
-from scio_recorder.tensors.structures import tensors
+from scio_recorder.tensors import private, tensors
 
 _Checks: TypeAlias = weakref.ref[Checks]
 # Leaves are numbered as if they came after everything else.

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from scio_recorder.interpreter import all_of, running
-from scio_recorder.tensors.structures import tensors
+from scio_recorder.lowlevel import interpreter
+from scio_recorder.tensors import tensors
 
 _ROOTS = {
     inspect.unwrap(torch.autograd.backward).__code__: "tensors",
@@ -56,7 +56,7 @@ class LossScaling:
         if not _is_loss_a_product():
             return False
         if not self._scalers:
-            self._scalers.update(all_of(GradScaler))
+            self._scalers.update(interpreter.all_of(GradScaler))
         scalers = [one for one in self._scalers if one.is_enabled() and one.get_scale() > 1]
         self.count_skipped()
         for scaler in scalers:
@@ -66,7 +66,7 @@ class LossScaling:
 
 def _is_loss_a_product() -> bool:
     """Whether the differentiated tensor may be a scaled loss."""
-    function = running(_ROOTS)
+    function = interpreter.running(_ROOTS)
     if function is None:
         # On a thread of another device, this is not known.
         return True

@@ -8,17 +8,12 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from scio_recorder import Architecture
 from scio_recorder.errors import ArgumentError
 from scio_recorder.layer import Layer, Operation
-from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.state.moment import Moment
-from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
-from scio_recorder.stores.kept_inputs import Calls, KeptCall, KeptCalls
-from scio_recorder.stores.store import Held
-from scio_recorder.tensors.digests import WeightDigests, digest_of
-from scio_recorder.tensors.properties import is_plain
-from scio_recorder.tensors.structures import map_tensors, tensors
+from scio_recorder.lowlevel import Inputs, Moment, WeightDigests, digest_of
+from scio_recorder.stores import Calls, Held, KeptCall, KeptCalls, SampleIds, to_ids
+from scio_recorder.tensors import is_plain, map_tensors, tensors
 
 Direction: TypeAlias = Literal["forward", "gradient"]
 
@@ -54,7 +49,7 @@ class KeptInputs:
     def save(self, path: str | os.PathLike[str], architecture: Architecture, layer: Layer) -> None:
         """Write a recording of this call of a layer, with its output if that is a tensor."""
         # A guard does not wait for the import of what reads recordings.
-        from scio_recorder.recording.recording import Recording
+        from scio_recorder import Recording
 
         output, calls, ids = self._output, self._calls, SampleIds()
         sizes = [len(tensor) for tensor in tensors(output) if tensor.ndim]
