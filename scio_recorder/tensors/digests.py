@@ -48,8 +48,8 @@ def digest_of(value: Any) -> str:
 
     Examples
     --------
-    >>> one, other = digest_of(torch.zeros(2)), digest_of(-torch.zeros(2))
-    >>> one == other, one == digest_of((torch.zeros(2), "anything"))
+    >>> zero, minus_zero = digest_of(torch.zeros(2)), digest_of(-torch.zeros(2))
+    >>> zero == minus_zero, zero == digest_of((torch.zeros(2), "anything"))
     (False, True)
     """
     digest = xxhash.xxh3_128()
@@ -75,8 +75,8 @@ def sample_digests(samples: Tensor) -> Tensor:
 
     Examples
     --------
-    >>> one, other = sample_digests(torch.tensor([[0.0], [-0.0]])).tolist()
-    >>> one == other, one == sample_digests(torch.zeros(3, 1))[2]
+    >>> zero, minus_zero = sample_digests(torch.tensor([[0.0], [-0.0]])).tolist()
+    >>> zero == minus_zero, zero == sample_digests(torch.zeros(3, 1))[2]
     (False, tensor(True))
     """
     with torch.no_grad():

@@ -12,21 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from scio_recorder import reductions
 from scio_recorder.analysis.comparing.measures import Tolerance, measure
 from scio_recorder.analysis.scores import mahalanobis, residual
-from scio_recorder.reductions import (
-    Alive,
-    Covariance,
-    Digest,
-    Fold,
-    Histogram,
-    Last,
-    Max,
-    Mean,
-    Min,
-    Moments,
-    Quantiles,
-)
 
 
 def total(before: Tensor | None, batch: Tensor) -> Tensor:
@@ -34,17 +22,17 @@ def total(before: Tensor | None, batch: Tensor) -> Tensor:
 
 
 REDUCTIONS = [
-    Alive(bounds=(0.0, 1.0)),
-    Covariance(),
-    Digest(),
-    Fold(total),
-    Histogram(4, range=(-1.0, 1.0)),
-    Last(),
-    Max(),
-    Mean(),
-    Min(),
-    Moments(),
-    Quantiles([0.5]),
+    reductions.Alive(bounds=(0.0, 1.0)),
+    reductions.Covariance(),
+    reductions.Digest(),
+    reductions.Fold(total),
+    reductions.Histogram(4, range=(-1.0, 1.0)),
+    reductions.Last(),
+    reductions.Max(),
+    reductions.Mean(),
+    reductions.Min(),
+    reductions.Moments(),
+    reductions.Quantiles([0.5]),
 ]
 
 
@@ -79,7 +67,7 @@ def test_the_stand_in_refuses_float64():
         values.double()
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=lambda reduction: type(reduction).__name__)
 def test_reductions(reduction):
     batches = torch.randn(2, 5, 3).unbind()
     there, here = reduction.fresh(), reduction.fresh()
@@ -101,7 +89,7 @@ def test_differences():
 
 
 def test_scores():
-    covariance = Covariance()
+    covariance = reductions.Covariance()
     covariance.update(torch.randn(20, 3))
     statistics, features = covariance.compute(), torch.randn(4, 3)
     for score, about in ((mahalanobis, statistics), (residual, statistics.principal(1))):
