@@ -232,7 +232,11 @@ class StoreSink(LayerSink):
             column = self._column or self._open(rows.choose(kept))
             place = column.place(batch.start, rows.num_rows)
         except NoRoomError as error:
-            raise CollectError(self._no_room(error)) from error
+            raise CollectError(
+                f"there is no room for layer {self.layer}: {decimal(error.num_bytes)} can't be "
+                'allocated in one piece; write store="disk:PATH", record fewer layers, or reduce '
+                "them (reduce=, every=, dtype=, transform=)"
+            ) from error
         rows.choose_into(place, kept)
         return place
 
@@ -261,13 +265,6 @@ class StoreSink(LayerSink):
         self.rounds = not _holds_exactly(spec.dtype, kept.dtype)
         self._column = self.writer.column(self.layer.label, spec, kept)
         return self._column
-
-    def _no_room(self, error: NoRoomError) -> str:
-        return (
-            f"there is no room for layer {self.layer}: {decimal(error.num_bytes)} can't be "
-            'allocated in one piece; write store="disk:PATH", record fewer layers, or reduce '
-            "them (reduce=, every=, dtype=, transform=)"
-        )
 
 
 @dataclass
@@ -360,11 +357,6 @@ class LayerSinks:
             for label, store in self.stores.items()
             if store.rounds
         }
-
-    def reduce_waiting(self, batch: Batch) -> None:
-        """Reduce the outputs that waited for the end of a pass, which has succeeded."""
-        for label, kept in batch.waiting.items():
-            self.reduces[label].reduce(batch, kept)
 
     def count(self, batch: Batch) -> None:
         """Count the rounding errors of a pass, which has succeeded."""

@@ -181,7 +181,7 @@ class Collection:
                 'reduce=, or a store such as "host"'
             )
         layers.refuse_shards()
-        if store.is_shared and not self.feed.has_ids:
+        if store.is_shared and self.feed.is_numbering and self.feed.part is None:
             check_copies(architecture, layers.recording, store)
             raise CollectError(
                 "each process sees samples of its own, and a running index would give different "
@@ -338,8 +338,8 @@ class OpenCollection:
         sink = CollectSink(self._sinks, batch, self._writer.calls, self._weights)
         try:
             output = run(sink)
-            if batch.waiting:
-                self._sinks.reduce_waiting(batch)
+            for label, kept in batch.waiting.items():
+                self._sinks.reduces[label].reduce(batch, kept)
         except BaseException:
             self.is_trusted = not batch.is_reduced
             raise

@@ -286,11 +286,6 @@ class Feed:
         """Whether ids are running numbers, for which all batches must be counted."""
         return self.asked.sample_ids is None and not self.has_indices
 
-    @property
-    def has_ids(self) -> bool:
-        """Whether ids distinguish samples of several processes."""
-        return not self.is_numbering or self.part is not None
-
     def ids(self, batch: Any, inputs: Inputs, number: int | None = None) -> tuple[Ids, int]:
         """Return the ids of a batch's samples, and their number including repeats at the end.
 

@@ -554,7 +554,10 @@ def _facts(recording: Recording) -> list[tuple[str, str]]:
     if recording.has_rows:
         facts["Rows"] = f"{recording.num_rows:,}"
     if recording.rows and recording.num_samples:
-        facts["Rows of a sample"] = _extent(recording.rows_of_samples().lengths)
+        lengths = recording.rows_of_samples().lengths
+        low, high = (f"{int(length):,}" for length in lengths.aminmax())
+        mean = float(lengths.double().mean())
+        facts["Rows of a sample"] = f"{low} to {high}, {mean:.4g} on average"
     facts |= {
         "Recorded": num_recorded(len(recording.architecture), tuple(recording)),
         "Layers with values": f"{len(stored):,}, {size}" if stored else "none",
@@ -563,11 +566,6 @@ def _facts(recording: Recording) -> list[tuple[str, str]]:
     if recording.made_with:
         facts["Made with"] = in_words(recording.made_with)
     return list(facts.items())
-
-
-def _extent(lengths: Tensor) -> str:
-    low, high = (f"{int(length):,}" for length in lengths.aminmax())
-    return f"{low} to {high}, {float(lengths.double().mean()):.4g} on average"
 
 
 def _notes(recording: Recording) -> list[str]:
