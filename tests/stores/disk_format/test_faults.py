@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,6 +37,7 @@ from tests.stores.disk_format.runs import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 # What a full disk still allows.
 HARMLESS_WHEN_FULL = {"close", "flock", "fstat", "list_names", "read_into", "status_of"}
@@ -54,6 +56,20 @@ def failing(target: int, code: int, *, from_then_on: bool = False) -> Any:
         return None if name == "close" else go_on()
 
     return intercepted(act)
+
+
+def outcomes(
+    folder: Path, write: Callable[[Path], object], read: Callable[[Path], Any]
+) -> set[Any]:
+    """Return what ``read`` gives after ``write`` has failed at each of its calls in turn."""
+    results = set()
+    for stop in range(len(calls_of(lambda: write(folder / "whole")))):
+        path = folder / str(stop)
+        with suppress(OSError), failing(stop, errno.ENOSPC):
+            write(path)
+        if holds_recording(path):
+            results.add(read(path))
+    return results
 
 
 def descriptors() -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,8 @@ from scio_recorder.stores.disk_format.medium import ContentError, FormatError
 from scio_recorder.stores.disk_format.reader import KeptBatches, Packed, RunReader
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import put_together, read_kept, read_run, take_apart
-from tests.stores.disk_format.runs import CHUNKS, HEADER, LAYERS, calls_of, intercepted, rows
+from tests.stores.disk_format.runs import CHUNKS, HEADER, LAYERS, rows
+from tests.stores.disk_format.test_faults import outcomes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,33 +124,14 @@ def test_with_some_chunks_only_is_damage(tmp_path: Path) -> None:
         RunReader(tmp_path / "run")
 
 
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_samples_and_what_is_kept_of_them_are_both_there_or_both_not(
-    tmp_path: Path, error: type[BaseException]
-) -> None:
-    outcomes = set()
-    for stop in range(len(calls_of(lambda: write(tmp_path / "whole")))):
-        path = tmp_path / str(stop)
+def test_samples_and_what_is_kept_of_them_are_both_there_or_both_not(tmp_path: Path) -> None:
+    def verified(path: Path) -> int:
+        with RunReader(path, verify=True) as reader:
+            chunks = len(reader.kept.rows) // 2
+            check(reader, chunks)
+            return chunks
 
-        def act(
-            number: int,
-            name: str,
-            go_on: Callable[[], Any],
-            arguments: Any,
-            stop: int = stop,
-        ) -> Any:
-            if number == stop:
-                raise error(5, name)
-            return go_on()
-
-        with contextlib.suppress(OSError, KeyboardInterrupt), intercepted(act):
-            write(path)
-        if (path / "recording.safetensors").exists():
-            with RunReader(path, verify=True) as reader:
-                chunks = len(reader.kept.rows) // 2
-                check(reader, chunks)
-                outcomes.add(chunks)
-    assert outcomes == {0, 1, 2, 3}
+    assert outcomes(tmp_path, write, verified) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

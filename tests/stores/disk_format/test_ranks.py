@@ -6,9 +6,7 @@ import errno
 import os
 import random
 import shutil
-import threading
-from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from scio_recorder.stores.disk_format.writer import RunWriter, WriteRight
 from scio_recorder.workers.leases import Lease
 from tests.stores.disk_format.runs import calls_of, intercepted, killed_at
 from tests.stores.disk_format.test_faults import failing, problem_of
+from tests.stores.disk_format.test_two_writers import interleaved, system_calls
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -139,37 +138,16 @@ def test_opened_while_another_has_stopped_anywhere_and_goes_on_anywhere(tmp_path
     for stop in range(num_filling):
         for go_on_at in range(num_opening) if FULL else dice.sample(range(num_opening), 3):
             path = prepared(f"{stop}-{go_on_at}")
-            open_meanwhile(path, stop, go_on_at)
+            interleaved(
+                system_calls,
+                lambda path=path: fill(path, 1),
+                stop,
+                lambda path=path: RunReader(path).close(),
+                go_on_at,
+            )
             fill(path, 0)
             check(path)
             shutil.rmtree(path)
-
-
-def open_meanwhile(path: Path, stop: int, go_on_at: int) -> None:
-    """Open a recording that another thread fills, which waits at one call for one of ours."""
-    stopped, going_on = threading.Event(), threading.Event()
-    counts: Counter[threading.Thread] = Counter()
-    filling = threading.Thread(target=fill, args=(path, 1))
-
-    def act(number: int, name: str, go_on: Any, arguments: Any) -> Any:
-        own = threading.current_thread()
-        counts[own] += 1
-        if own is filling and counts[own] == stop + 1:
-            stopped.set()
-            assert going_on.wait(300)
-        elif own is not filling and counts[own] == go_on_at + 1:
-            going_on.set()
-            filling.join()
-        return go_on()
-
-    with intercepted(act):
-        filling.start()
-        assert stopped.wait(300)
-        try:
-            RunReader(path).close()
-        finally:
-            going_on.set()
-            filling.join()
 
 
 def test_of_two_who_create_at_once_the_second_joins(tmp_path):

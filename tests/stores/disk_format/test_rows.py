@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,7 @@ from scio_recorder.stores.disk_format.tensor_file import TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import read_kept, read_rows, read_run, rewrite, unseal
 from tests.stores.disk_format.runs import calls_of, killed_at
-from tests.stores.disk_format.test_faults import failing
+from tests.stores.disk_format.test_faults import outcomes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -166,14 +164,7 @@ def test_killed_at_every_system_call(tmp_path):
 
 
 def test_rows_samples_and_state_are_all_there_or_none(tmp_path):
-    outcomes = set()
-    for stop in range(len(calls_of(lambda: write(tmp_path / "whole")))):
-        path = tmp_path / str(stop)
-        with contextlib.suppress(OSError), failing(stop, errno.ENOSPC):
-            write(path)
-        if holds_recording(path):
-            outcomes.add(verified(path))
-    assert outcomes == set(range(len(COMMITS) + 1))
+    assert outcomes(tmp_path, write, verified) == set(range(len(COMMITS) + 1))
 
 
 @pytest.mark.parametrize(

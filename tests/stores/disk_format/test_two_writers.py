@@ -113,10 +113,19 @@ def steps_of(steps: Steps, work: Callable[[], object]) -> list[str]:
     return names
 
 
-def meanwhile(steps: Steps, path: str, last: int, stop: int, put: int) -> None:
-    """Let the first writer stop at a step, until the second one is about to put one of its chunks.
+def interleaved(
+    steps: Steps,
+    stopping: Callable[[], object],
+    stop: int,
+    other: Callable[[], object],
+    at: int,
+    *,
+    prefix: str = "",
+) -> None:
+    """Let one thread stop at a step, until the other is about to take one of its own.
 
-    Its state is in place then. The first writer goes on to its end, and then the second one does.
+    Then the first goes on to its end, and after it the other. Steps of the other are counted if
+    their names have the prefix.
     """
     stopped, going_on = threading.Event(), threading.Event()
     counts: Counter[threading.Thread] = Counter()
@@ -124,7 +133,7 @@ def meanwhile(steps: Steps, path: str, last: int, stop: int, put: int) -> None:
 
     def work() -> None:
         try:
-            unless_the_other_was_faster(partial(first, last=last), path)
+            stopping()
         except BaseException as error:
             problems.append(error)
         finally:
@@ -134,11 +143,11 @@ def meanwhile(steps: Steps, path: str, last: int, stop: int, put: int) -> None:
 
     def at_each(name: str) -> None:
         current = threading.current_thread()
-        counts[current] += current is thread or name.startswith("chunk-")
+        counts[current] += current is thread or name.startswith(prefix)
         if current is thread and counts[current] == stop + 1:
             stopped.set()
             assert going_on.wait(300)
-        elif current is not thread and counts[current] == put + 1:
+        elif current is not thread and counts[current] == at + 1:
             going_on.set()
             thread.join()
 
@@ -146,11 +155,21 @@ def meanwhile(steps: Steps, path: str, last: int, stop: int, put: int) -> None:
         thread.start()
         assert stopped.wait(300)
         try:
-            unless_the_other_was_faster(second, path)
+            other()
         finally:
             going_on.set()
             thread.join()
     assert not problems, problems
+
+
+def meanwhile(steps: Steps, path: str, last: int, stop: int, put: int) -> None:
+    """Let the first writer stop, until the second one is about to put one of its chunks.
+
+    Its state is in place then.
+    """
+    stopping = partial(unless_the_other_was_faster, partial(first, last=last), path)
+    other = partial(unless_the_other_was_faster, second, path)
+    interleaved(steps, stopping, stop, other, put, prefix="chunk-")
 
 
 def check_all(steps: Steps, place_of: Callable[[object], str], most: int) -> None:
