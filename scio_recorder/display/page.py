@@ -18,8 +18,8 @@ from scio_recorder.errors import RecorderError, RecordingError
 from scio_recorder.layer import Layer, few
 
 __all__ = [
-    "Column",
     "Outlined",
+    "TableColumn",
     "check_page",
     "number_text",
     "rendered",
@@ -89,7 +89,7 @@ class Outlined:
         return rendered("notebook.html", outline=self._outline())
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """A column of a table of layers: its name, a text for each layer, and numbers to sort by."""
 
     name: str
@@ -113,7 +113,9 @@ class Column(NamedTuple):
         return known.replace("inf", "Infinity")
 
 
-def placed(columns: Sequence[Column], urgent: Collection[str]) -> tuple[list[Column], list[Column]]:
+def placed(
+    columns: Sequence[TableColumn], urgent: Collection[str]
+) -> tuple[list[TableColumn], list[TableColumn]]:
     """Return columns that come before the name of the layer, and the others.
 
     Urgent ones come before it where they alarm, since a narrow screen shows only the first columns.
@@ -226,7 +228,7 @@ def _explosions(summary: LayerSummary) -> list[str]:
     return [f"{which}: the largest value is {units.excess:,.0f} times that of the median unit"]
 
 
-def _columns(layers: Sequence[LayerSummary]) -> list[Column]:
+def _columns(layers: Sequence[LayerSummary]) -> list[TableColumn]:
     values, units = [summary.values for summary in layers], [summary.units for summary in layers]
     zeros, sizes = [every.zeros for every in values], [summary.num_bytes for summary in layers]
     faults = [_counts("NaN", values, "nans"), _counts("Inf", values, "infinities")]
@@ -236,28 +238,28 @@ def _columns(layers: Sequence[LayerSummary]) -> list[Column]:
         _figures("Std", values)._replace(alarms=()),
         _figures("Min", values, "low"),
         _figures("Max", values, "high"),
-        Column("Zeros", ["" if share is None else f"{share:.1%}" for share in zeros], zeros),
+        TableColumn("Zeros", ["" if share is None else f"{share:.1%}" for share in zeros], zeros),
         # Faults are shown only where there are any.
         *(column for column in faults if column.alarms),
         _counts("Units", units, "count")._replace(alarms=()),
         _counts("Dead", units),
         _counts("Saturated", units),
-        Column("Kept", list(map(_kept, layers)), sizes, (), "kept"),
+        TableColumn("Kept", list(map(_kept, layers)), sizes, (), "kept"),
     ]
 
 
-def _figures(name: str, values: Sequence[ValueStatistics], key: str = "") -> Column:
+def _figures(name: str, values: Sequence[ValueStatistics], key: str = "") -> TableColumn:
     """Return a column of numbers that should be finite."""
     numbers = [getattr(statistics, key or name.lower()) for statistics in values]
     odd = {place for place, number in enumerate(numbers) if number and not math.isfinite(number)}
-    return Column(name, list(map(number_text, numbers)), numbers, odd)
+    return TableColumn(name, list(map(number_text, numbers)), numbers, odd)
 
 
-def _counts(name: str, of: Sequence[object], key: str = "") -> Column:
+def _counts(name: str, of: Sequence[object], key: str = "") -> TableColumn:
     """Return a column of counts that should be zero, of what may be unknown."""
     counts = [getattr(statistics, key or name.lower(), None) for statistics in of]
     texts = ["" if count is None else f"{count:,}" for count in counts]
-    return Column(name, texts, counts, {place for place, count in enumerate(counts) if count})
+    return TableColumn(name, texts, counts, {place for place, count in enumerate(counts) if count})
 
 
 def _kept(summary: LayerSummary) -> str:

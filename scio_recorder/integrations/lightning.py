@@ -165,11 +165,10 @@ class LayerStatsMonitor(Callback):
         batch_idx : int
             Its number in the epoch.
         """
-        observed = self._observer.leave()
+        was_observed = self._observer.leave()
         if self._stepped or not pl_module.automatic_optimization:
-            if observed:
+            if was_observed:
                 self._log(trainer)
-            self._observer.clear()
             self._stepped = False
 
     def on_exception(
@@ -203,9 +202,7 @@ class LayerStatsMonitor(Callback):
         self._observer.end()
 
     def _log(self, trainer: Trainer) -> None:
-        self.latest = self._observer.scalars()
-        for problem in self._observer.problems():
-            rank_zero_warn(problem)
+        self.latest = self._observer.finish(rank_zero_warn)
         trainer.callback_metrics.update(
             {key: torch.tensor(value) for key, value in self.latest.items()}
         )

@@ -3,26 +3,114 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from scio_recorder.errors import ArgumentError
+from scio_recorder.errors import ArgumentError, AttentionError
 from scio_recorder.events import Event, Tracker
-from scio_recorder.integrations.attention_entropy import ATTENTION_ENTROPY, EntropyMeter
 from scio_recorder.integrations.tensorboard import check_names
-from scio_recorder.lowlevel import RunningStatistics, choose_modules
+from scio_recorder.lowlevel import (
+    AttentionReader,
+    CallWrapper,
+    Inputs,
+    ObservingMode,
+    RunningCode,
+    RunningStatistics,
+    choose_modules,
+    is_rerun,
+    run_in_mode,
+)
 from scio_recorder.tensors import booleans, whole
 
 if TYPE_CHECKING:
     from scio_recorder.analysis.guarding.guard import Guard
 
+ATTENTION_ENTROPY = "attention_entropy"
+_NO_ATTENTION = (
+    "LayerStatsMonitor saw no attention: choose modules whose forward computes it, such as "
+    '"*.attn" or "*.self_attn", uncompiled, with attn_implementation="sdpa" or "eager"'
+)
 _NO_CALLS = (
     "LayerStatsMonitor saw no call of the modules that it observes: they did not run "
     "in this step, or run inside a compiled module, where hooks are not called"
 )
+
+
+class EntropyMeter:
+    """Measures the attention of modules; what several contain counts for the innermost."""
+
+    def __init__(self) -> None:
+        self.local = RunningCode()
+        self._wrappers: list[CallWrapper] = []
+        # By name: the sum of entropies, how many there are, and why one can't be read.
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._failures: dict[str, AttentionError] = {}
+
+    def observe(self, modules: Mapping[str, nn.Module]) -> None:
+        """Stand around the calls of modules."""
+        for name, module in modules.items():
+            run = partial(run_in_mode, self.local, partial(self._mode, name))
+            self._wrappers.append(CallWrapper(module, run))
+            self._wrappers[-1].put_inside()
+
+    def leave(self) -> None:
+        """Leave the modules alone."""
+        for wrapper in self._wrappers:
+            wrapper.remove()
+        self._wrappers = []
+
+    def _mode(self, name: str) -> _Measuring | None:
+        """Return the mode for a call, unless activation checkpointing repeats it."""
+        return None if is_rerun() else _Measuring(name, self)
+
+    def measure(self, name: str, reader: AttentionReader, *operation: Any) -> None:
+        """Look at an operation of a module; training goes on if its attention can't be read."""
+        try:
+            if (attention := reader.read(*operation)) is not None:
+                entropy = attention.entropy()
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = total + entropy.sum().item(), count + entropy.numel()
+        except AttentionError as error:
+            self._failures[name] = error
+
+    def scalars(self) -> dict[str, float]:
+        """Return the mean entropies so far, by keys such as ``attention_entropy/NAME``."""
+        known = {name: sums for name, sums in self._sums.items() if name not in self._failures}
+        return {f"{ATTENTION_ENTROPY}/{name}": total / n for name, (total, n) in known.items()}
+
+    def problems(self) -> list[str]:
+        """Return sentences on what could not be measured."""
+        if not (self._sums or self._failures):
+            return [_NO_ATTENTION]
+        failures = self._failures.items()
+        return [f"there is no entropy of attention in {name}: {error}" for name, error in failures]
+
+    def clear(self) -> None:
+        """Begin the entropies of another step."""
+        self._sums.clear()
+        self._failures.clear()
+
+
+class _Measuring(ObservingMode):
+    """Reads the attention in the own code of one call of a module."""
+
+    def __init__(self, name: str, meter: EntropyMeter) -> None:
+        super().__init__()
+        self.is_paused = False
+        self._name, self._meter = name, meter
+        self._reader = AttentionReader()
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
+        """Return what a function receives."""
+        return Inputs(tuple(args), dict(kwargs))
+
+    def after(self, function: str, index: int, given: Inputs, output: Any) -> None:
+        """Hand an operation over."""
+        self.apart(self._meter.measure, self._name, self._reader, function, given, output)
 
 
 class StepObserver:
@@ -87,7 +175,15 @@ class StepObserver:
         self._entropies.leave()
         return was_observing
 
-    def scalars(self) -> dict[str, float]:
+    def finish(self, tell: Callable[[str], object]) -> dict[str, float]:
+        """Return the statistics of a step, tell what could not be observed, and begin another."""
+        scalars = self._scalars()
+        for problem in self._problems():
+            tell(problem)
+        self._clear()
+        return scalars
+
+    def _scalars(self) -> dict[str, float]:
         """Return the statistics so far, by keys such as ``activations_mean/NAME``."""
         return {
             f"{'gradients' if grad else 'activations'}_{statistic}/{name}": value
@@ -96,13 +192,13 @@ class StepObserver:
             if statistic in self._statistics and not (grad and statistic in running.OF_STATES)
         } | self._entropies.scalars()
 
-    def problems(self) -> list[str]:
+    def _problems(self) -> list[str]:
         """Return sentences on what could not be observed."""
         if not self._running:
             return [_NO_CALLS]
         return self._entropies.problems() if ATTENTION_ENTROPY in self._statistics else []
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Begin the statistics of another step."""
         self._running.clear()
         self._entropies.clear()
@@ -110,7 +206,7 @@ class StepObserver:
     def end(self) -> None:
         """Leave no trace of a run."""
         self.leave()
-        self.clear()
+        self._clear()
         self._modules = {}
 
     def _take(self, event: Event) -> None:

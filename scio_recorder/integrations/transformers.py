@@ -166,10 +166,7 @@ class LayerStatsMonitor(TrainerCallback):
         """
         if not self._observer.leave():
             return
-        self.latest = self._observer.scalars()
-        for problem in self._observer.problems():
-            warn(problem)
-        self._observer.clear()
+        self.latest = self._observer.finish(warn)
         # To log takes back what the trainer means to do after this step: log its loss.
         should_log = control.should_log
         self._trainer.log(dict(self.latest))

@@ -23,8 +23,8 @@ from scio_recorder.display.outline import (
     with_operations,
 )
 from scio_recorder.display.page import (
-    Column,
     Outlined,
+    TableColumn,
     check_page,
     number_text,
     rendered,
@@ -441,7 +441,7 @@ _ADVICE = {
 }
 
 
-def _columns(difference: Difference) -> list[Column]:
+def _columns(difference: Difference) -> list[TableColumn]:
     """Return the columns that say anything, after those that name the layer."""
     layers = list(difference.values())
     names = [layer.candidate_name for layer in layers]
@@ -450,27 +450,27 @@ def _columns(difference: Difference) -> list[Column]:
     marks = ["first" if place in firsts else answer for place, answer in enumerate(answers)]
     ids = [layer.first_sample_id for layer in layers]
     columns = [
-        Column("Candidate", [] if names == [layer.name for layer in layers] else names),
-        Column("Differs", marks, alarms=firsts),
-        Column("Inputs", [_INPUTS[layer.inputs_equal] for layer in layers]),
+        TableColumn("Candidate", [] if names == [layer.name for layer in layers] else names),
+        TableColumn("Differs", marks, alarms=firsts),
+        TableColumn("Inputs", [_INPUTS[layer.inputs_equal] for layer in layers]),
         *(_figures(name, list(map(attrgetter(key), layers))) for name, key in _FIGURES.items()),
-        Column(
+        TableColumn(
             "Different",
             ["" if layer.error else f"{layer.num_different:,}" for layer in layers],
             [layer.num_different for layer in layers],
         ),
-        Column("First sample", ["" if sample is None else str(sample) for sample in ids]),
+        TableColumn("First sample", ["" if sample is None else str(sample) for sample in ids]),
     ]
     return [column for column in columns if any(column.texts)]
 
 
-def _figures(name: str, values: list[float | None]) -> Column:
+def _figures(name: str, values: list[float | None]) -> TableColumn:
     """Return the column of a figure, without a text where it is not known."""
     digits = 6 if name == "Cosine" else 4
     texts = ["" if x is None or math.isnan(x) else f"{x:.{digits}g}" for x in values]
     # A quotient is infinite as well if the reference is zero, as dead units are.
     odd = {place for place, x in enumerate(values) if x == math.inf and name == "Max abs"}
-    return Column(name, texts, values, odd)
+    return TableColumn(name, texts, values, odd)
 
 
 def _profile(difference: Difference, measure: str) -> Figure:
