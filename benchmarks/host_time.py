@@ -107,7 +107,7 @@ def main() -> None:
         "hooks that keep outputs": keeping(ids),
         "all layers recorded": recorded(ids),
         "one operation": recorded(ids, "h.3/add:1"),
-        "attention of ten": recorded(ids, re.compile(r"h\.\d\.attn"), attention=True),
+        "attention of ten": recorded(ids, re.compile(r"h\.\d\.attn$"), attention=True),
         "mode by hand that keeps all": under_mode(ids),
         "every operation": recorded(ids, "*/*"),
         "guard": guarded(ids),
