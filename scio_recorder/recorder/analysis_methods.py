@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Unpack
 
 from scio_recorder.recorder.collecting import Collecting
+from scio_recorder.recording.feed import gives_whole_dataset
 from scio_recorder.recording.options import CollectOptions, PartKeywords, shows
 
 if TYPE_CHECKING:
@@ -322,8 +323,7 @@ class AnalysisMethods(Collecting):
             return parts.collect(wait=wait)
 
     def _share_of(self, loader: Any, *, has_ids: bool) -> Share | None:
-        # Only a dataset can be split.
-        if getattr(loader, "dataset", None) is None:
+        if gives_whole_dataset(loader):
             return None
         from scio_recorder.workers.samplers import share_of
 

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from scio_recorder.errors import (
     CollectError,
@@ -65,6 +72,26 @@ class ChosenSamples(NamedTuple):
 
     indices: list[Any]
     num_own: int
+
+
+def gives_whole_dataset(loader: Any) -> bool:
+    """Whether nothing about a loader can split a dataset between processes.
+
+    Examples
+    --------
+    >>> gives_whole_dataset([]), gives_whole_dataset(DataLoader(range(3)))
+    (True, True)
+    """
+    if getattr(loader, "dataset", None) is None:
+        return True
+    # Classes derived from these may do anything.
+    batches: Any = getattr(loader, "batch_sampler", None)
+    samples = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    return (
+        type(loader) is DataLoader
+        and type(batches) in (BatchSampler, type(None))
+        and type(samples) in (SequentialSampler, RandomSampler)
+    )
 
 
 @dataclass

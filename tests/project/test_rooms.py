@@ -41,7 +41,8 @@ rnet.record("*", inputs=True)
 rnet(torch.randn(2, 4))
 assert torch.equal(rnet.activations["0"], net[0](rnet.inputs["0"].args[0]))
 with tempfile.TemporaryDirectory() as folder:
-    rnet.collect(torch.randn(9, 4).split(4), store=f"disk:{folder}/run", progress=False)
+    loader = torch.utils.data.DataLoader(torch.randn(9, 4), batch_size=4, shuffle=True)
+    rnet.collect(loader, store=f"disk:{folder}/run", progress=False)
     recording = scio_recorder.open_recording(f"{folder}/run")
     assert recording.num_samples == 9
     recording.report(f"{folder}/page.html")
