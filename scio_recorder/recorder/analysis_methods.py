@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Unpack
 
 from scio_recorder.recorder.collecting import Collecting
-from scio_recorder.recording.feed import gives_whole_dataset
 from scio_recorder.recording.options import CollectOptions, PartKeywords, shows
 
 if TYPE_CHECKING:
@@ -323,6 +322,8 @@ class AnalysisMethods(Collecting):
             return parts.collect(wait=wait)
 
     def _share_of(self, loader: Any, *, has_ids: bool) -> Share | None:
+        from scio_recorder.recording.feed import gives_whole_dataset
+
         if gives_whole_dataset(loader):
             return None
         from scio_recorder.workers.samplers import share_of

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from scio_recorder.display.figure import LayerSummary, draw_depth, draw_histograms
 from scio_recorder.display.outline import Listed, Listing, Outline, num_recorded, outline
-from scio_recorder.display.page import Outlined, check_page, recording_page, write_page
+from scio_recorder.display.page import Outlined, check_page, write_page
+from scio_recorder.display.recording_page import recording_page
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, RecordingError, needing
 from scio_recorder.layer import RowIdx, TensorSpec, counted, text_of
 from scio_recorder.nets.architecture import Architecture

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.display.figure import draw_attention
 from scio_recorder.errors import ArgumentError, AttentionError
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.arithmetic import float32_products_are_exact, undisturbed
@@ -230,6 +229,8 @@ class Attention(ABC):
             if len(tokens) != len(names[1]):
                 raise ArgumentError(f"there are {len(tokens)} tokens for {len(names[1])} keys")
             names = [list(tokens) if len(tokens) == len(side) else side for side in names]
+        from scio_recorder.display.figure import draw_attention
+
         title = "weights of attention, colours on a square-root scale"
         title = title if len(weights) == 1 else f"sample {at} of {len(weights)}: {title}"
         return draw_attention(
