@@ -184,7 +184,7 @@ def test_wrong_arguments() -> None:
 
 
 def test_too_many_histograms_for_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scio_recorder.recording.showing._MOST_HISTOGRAMS", 3)
+    monkeypatch.setattr("scio_recorder.recording.recording._MOST_HISTOGRAMS", 3)
     recording = wide_recording(4)
     with pytest.raises(ArgumentError, match=r"5 histograms.*3.*layers="):
         recording.plot()
