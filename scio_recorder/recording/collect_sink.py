@@ -98,6 +98,10 @@ class LayerSink(abc.ABC):
     def receive(self, batch: Batch, activation: Any) -> None:
         """Take what the layer returned for a batch."""
 
+    def follow(self, batch: Batch, activation: Any) -> None:
+        """Take part in what all processes do with an output that this one does not keep."""
+        self._transformed(batch, activation)
+
     def _check_rows(self, batch: Batch, kept: Tensor) -> None:
         """Refuse a tensor whose leading dimensions are not those of the batch."""
         is_meant = self.transform is not None
@@ -381,6 +385,30 @@ class LayerSinks:
             if sums is not None:
                 store.rounds = True
                 store.lost, store.total = map(float, sums)
+
+
+class FollowingSink:
+    """The sink of a pass that only other processes keep, and this one runs with them.
+
+    To gather a ``DTensor``, all processes are needed.
+
+    Parameters
+    ----------
+    layers : LayerSinks
+        What stores or reduces the outputs of other passes.
+    batch : Batch
+        The batch of the pass.
+    """
+
+    def __init__(self, layers: LayerSinks, batch: Batch) -> None:
+        sinks = layers.stores | layers.reduces
+        self.receivers = {label: partial(sink.follow, batch) for label, sink in sinks.items()}
+
+    def keep_inputs(self, row: Layer, inputs: Inputs) -> None:
+        """Keep nothing."""
+
+    def receive_inputs(self, label: RowIdx, kept: Any) -> None:
+        """Take nothing."""
 
 
 class CollectSink:

@@ -12,6 +12,7 @@ import torch
 
 from scio_recorder.capture.checkpoint_regions import is_rerun
 from scio_recorder.capture.engine import Capture
+from scio_recorder.capture.program import Sink
 from scio_recorder.capture.watch import why_not_called
 from scio_recorder.display.progress import Advance, progress_bar
 from scio_recorder.errors import CollectError, RecorderError
@@ -19,7 +20,12 @@ from scio_recorder.layer import TensorSpec, few, text_of
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import InStep
 from scio_recorder.postprocessors.assigning import Postprocessors
-from scio_recorder.recording.collect_sink import Batch, CollectSink, LayerSinks
+from scio_recorder.recording.collect_sink import (
+    Batch,
+    CollectSink,
+    FollowingSink,
+    LayerSinks,
+)
 from scio_recorder.recording.feed import Advice, Feed, raise_for_batch
 from scio_recorder.recording.options import LayerOptions
 from scio_recorder.recording.recording import Recording, open_recording
@@ -346,6 +352,18 @@ class OpenCollection:
         self._commit(batch, sink)
         return output
 
+    def follow(self, batch: Batch, run: Callable[[FollowingSink], Any]) -> None:
+        """Run the pass of a batch with processes that keep something of it, and keep nothing.
+
+        Parameters
+        ----------
+        batch : Batch
+            The batch, which has begun.
+        run : callable
+            Runs a pass with a sink.
+        """
+        run(FollowingSink(self._sinks, batch))
+
     def _put_columns(self, batch: Batch) -> None:
         """Keep the facts about each row of a batch, beside the layers."""
         columns, writer = batch.rows.columns, self._writer
@@ -468,12 +486,12 @@ def go_through(
     if compiled is not None:
         _check_compiled(collection)
 
-    def run(inputs: Inputs, sink: CollectSink | None) -> Any:
+    def run(inputs: Inputs, sink: Sink) -> Any:
         options: Any = {"posts": posts, "records_outputs": False, "stop": stop, "sink": sink}
         if compiled is None:
             return capture.run(net, *inputs, **options)
         call = partial(compiled, *inputs.args, activation_postproc=posts, **inputs.kwargs)
-        return call() if sink is None else capture.hand_on_compiled(call, sink)
+        return capture.hand_on_compiled(call, sink)
 
     together = InStep(net)
     opened = _opened(collection, together)
@@ -541,7 +559,7 @@ def _leaving_out(opened: OpenCollection, together: InStep) -> Callable[[bool], b
 @torch.no_grad()
 def _run_batches(
     opened: OpenCollection,
-    run: Callable[[Inputs, CollectSink | None], Any],
+    run: Callable[[Inputs, Sink], Any],
     is_left_out: Callable[[bool], bool],
     progress: contextlib.AbstractContextManager[Advance],
 ) -> None:
@@ -556,7 +574,7 @@ def _run_batches(
                     if batch.is_new:
                         opened.take(batch, partial(run, inputs))
                     else:
-                        run(inputs, None)
+                        opened.follow(batch, partial(run, inputs))
                 except Exception as error:
                     shown = loaded if feed.asked.to_inputs is None else None
                     raise_for_batch(error, feed.number, architecture, net, inputs, shown)

@@ -138,7 +138,9 @@ def go_on_in_step(rank: int, folder: Path, mesh: Any) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     from torch.distributed.tensor.parallel import parallelize_module as parallelize
 
-    styles = {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Replicate())}
+    # What the first layer returns is gathered, by all processes together.
+    gathered = ColwiseParallel(use_local_output=False)
+    styles = {"0": gathered, "1": RowwiseParallel(output_layouts=Replicate())}
     ran: list[object] = []
     for kind, net, shift in (
         ("tensor", parallelize(make_net(), mesh, styles), 0),
@@ -148,8 +150,7 @@ def go_on_in_step(rank: int, folder: Path, mesh: Any) -> None:
         data = [batch + shift for batch in make_data()]
         rnet = Recorder(net, input_size=(2, 4))
         net.register_forward_pre_hook(lambda *call: ran.append(call))
-        # The first layer of the net in tensor parallelism returns shards.
-        rnet.record(*("*0", "*1")[kind == "tensor" :])
+        rnet.record("*0", "*1")
         with pytest.raises(CollectError, match="each would take other parts"):
             rnet.collect_parts(lambda part, data=data: data, 2, store=f"disk:{folder}/parts")
         shared = Disk(folder / kind, rank=rank, world_size=WORLD, chunk_bytes=1)
