@@ -85,13 +85,12 @@ def gives_whole_dataset(loader: Any) -> bool:
     if getattr(loader, "dataset", None) is None:
         return True
     # Classes derived from these may do anything.
-    batches: Any = getattr(loader, "batch_sampler", None)
+    if type(loader) is not DataLoader:
+        return False
+    batches: Any = loader.batch_sampler
     samples = loader.sampler if batches is None else getattr(batches, "sampler", None)
-    return (
-        type(loader) is DataLoader
-        and type(batches) in (BatchSampler, type(None))
-        and type(samples) in (SequentialSampler, RandomSampler)
-    )
+    is_plain = type(batches) in (BatchSampler, type(None))
+    return is_plain and type(samples) in (SequentialSampler, RandomSampler)
 
 
 @dataclass
