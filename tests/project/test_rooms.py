@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.test_project import PACKAGE, ROOT, STANDS_ON, UPPER_STOREY
+from tests.project.test_project import PACKAGE, STANDS_ON, UPPER_STOREY
 
 ROOMS = sorted({room for row in UPPER_STOREY for room in row.split()} - {"__init__", "__main__"})
 
@@ -51,14 +51,6 @@ print(*left)
 """
 
 
-TESTS = """
-import sys
-sys.meta_path = [finder for finder in sys.meta_path if "_frozen" in finder.__module__]
-import pytest
-sys.exit(pytest.main(sys.argv[1:]))
-"""
-
-
 def without(room: str) -> set[str]:
     """Return a room and all that stand on it, directly or not."""
     gone = {room}
@@ -87,45 +79,6 @@ def test_a_room_can_be_left_out(room: str, tmp_path: Path) -> None:
     left = {name.split(".")[1] for name in done.stdout.splitlines()[-1].split()}
     assert not left & without(room)
     assert left >= set(ROOMS) - without(room)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("room", ROOMS)
-def test_the_rest_passes_its_own_tests(room: str, tmp_path: Path) -> None:
-    copied(room, tmp_path)
-    gone = without(room) | {"project"}
-    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns(*gone))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    # Tests of other rooms that use the one that is left out to see what theirs do.
-    using = [
-        f"--ignore={file.relative_to(tmp_path)}"
-        for file in (tmp_path / "tests").rglob("*.py")
-        if any(f"scio_recorder.{name}" in file.read_text() for name in without(room))
-        or uses_methods_of(room, file)
-    ]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", TESTS, "-q", "-x", "-p", "no:cacheprovider", "tests", *using],
-        capture_output=True, text=True, env=environment, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
-
-
-METHODS = {
-    "analysis": {"compare", "guard", "sweep", "similarity"},
-    "events": {"track", "Tracker"},
-    "recompute": {"recompute", "saved_tensors", "ActivationCheckpointer"},
-    "workers": {"collect_parts"},
-    "integrations": {"to_dataset", "to_arrow", "to_zarr"},
-}
-
-
-def uses_methods_of(room: str, file: Path) -> bool:
-    """Whether a file uses what the front doors have of a room."""
-    nodes = list(ast.walk(ast.parse(file.read_text())))
-    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    names |= {node.id for node in nodes if isinstance(node, ast.Name)}
-    return bool(names & METHODS.get(room, set()))
 
 
 @pytest.mark.parametrize("room", ROOMS)
