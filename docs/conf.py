@@ -45,7 +45,8 @@ napoleon_use_param = False  # types are prose: "(int, int) or str"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the docstrings say it, with shapes and units
 autodoc_inherit_docstrings = True
-autodoc_preserve_defaults = True  # "torch.std", not the address of a function
+# It reads defaults in the source, and those of options stand elsewhere.
+autodoc_preserve_defaults = False
 
 html_theme = "furo"
 html_title = "scio-recorder"
