@@ -35,8 +35,10 @@ warnings.simplefilter("default")
 warnings.filterwarnings("ignore", module="ipykernel")
 """
 
-# Sums in another order, on another processor, lead training elsewhere: losses differ by a third.
-RELATIVE, ABSOLUTE = 0.4, 0.1
+# Sums in another order, on another processor, lead training to slightly other numbers.
+RELATIVE, ABSOLUTE = 0.1, 0.1
+# The loss of one text after training: 0.86 and 1.18 were seen on two processors.
+LOOSER = {"find_the_bug": 0.4}
 # Each version of Python has its own manual, and a net trained on another text has other numbers.
 MANUAL = "pydoc_data"
 NUMBER = re.compile(r"-?\d+\.\d*(?:e[+-]?\d+)?")
@@ -95,13 +97,17 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     return fresh
 
 
-def differences(stored: NotebookNode, fresh: NotebookNode) -> Iterator[str]:
+def differences(
+    stored: NotebookNode, fresh: NotebookNode, relative: float = RELATIVE
+) -> Iterator[str]:
     """Yield where texts differ: in words, in whole numbers, or in others beyond rounding."""
     reads_manual = any(MANUAL in cell.source for cell in _code(stored))
     are_same_texts = _version(stored) == _version(fresh) or not reads_manual
     for old, new in zip_longest(map(_text, _code(stored)), map(_text, _code(fresh)), fillvalue=""):
         numbers = zip(NUMBER.findall(old), NUMBER.findall(new), strict=False)
-        are_close = not are_same_texts or all(_close(*map(float, pair)) for pair in numbers)
+        are_close = not are_same_texts or all(
+            _close(*map(float, pair), relative) for pair in numbers
+        )
         if _words(old) != _words(new) or not are_close:
             yield f"stored:\n{old}\nnow:\n{new}"
 
@@ -128,8 +134,8 @@ def _words(text: str) -> list[str]:
     return re.sub(r"-{2,}|─+", "-", NUMBER.sub(" # ", text)).split()
 
 
-def _close(old: float, new: float) -> bool:
-    return abs(old - new) <= max(ABSOLUTE, RELATIVE * max(abs(old), abs(new)))
+def _close(old: float, new: float, relative: float) -> bool:
+    return abs(old - new) <= max(ABSOLUTE, relative * max(abs(old), abs(new)))
 
 
 def main(names: list[str]) -> None:
