@@ -49,7 +49,7 @@ from scio_recorder.nets.selection import (
     warn_of_longer_numbers,
 )
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
-from scio_recorder.recorder.analysis_methods import AnalysisMethods
+from scio_recorder.recorder.collecting import Collecting
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import booleans, signature_of
 
@@ -123,7 +123,7 @@ def _attending(
     return layers
 
 
-class Recorder(AnalysisMethods, Outlined, private.NotReplicated):
+class Recorder(Collecting, Outlined, private.NotReplicated):
     """A network whose layers are labelled, and can be recorded and changed while it runs.
 
     Parameters

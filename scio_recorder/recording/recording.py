@@ -20,8 +20,8 @@ from scio_recorder.display.recording_page import recording_page
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, RecordingError, needing
 from scio_recorder.layer import RowIdx, TensorSpec, counted, text_of
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.recording.further_methods import FurtherMethods
 from scio_recorder.recording.loader import BUFFER_BYTES, Arguments, RecordingLoader, rows_of
+from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.settings import from_recipes, in_words, recipe_of, states_of
 from scio_recorder.recording.statistics import summarise
 from scio_recorder.reductions.base import Reductions, of_each, several
@@ -46,7 +46,7 @@ FRAME_COLUMNS = (
 _WHOLE_NUMBERS = ("bytes", "nan", "inf", "units", "dead", "saturated")
 
 
-class Recording(Outlined, Listed, FurtherMethods):
+class Recording(Outlined, Listed, Readable):
     """The activations of a dataset by label, read-only; made by ``collect`` and ``open_recording``.
 
     A key is ``(1, 3)``, ``"1-3"`` or an unambiguous qualified name. The value is a tensor
