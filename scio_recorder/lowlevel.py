@@ -15,9 +15,9 @@ from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.capture.own_code import ObservingMode, OwnCodeHook, RunningCode, run_in_mode
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import caught_as, needing, raised_by, warn
+from scio_recorder.nets.architecture import nearest
 from scio_recorder.nets.attention import AttentionReader
 from scio_recorder.nets.hookable import takes_hooks
-from scio_recorder.nets.offers import nearest
 from scio_recorder.nets.records import Inputs, LayerMapping, shown_shapes
 from scio_recorder.nets.refusals import check_supported, refuse_unkeepable
 from scio_recorder.nets.selection import choose_modules, select_layers

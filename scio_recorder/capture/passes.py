@@ -28,7 +28,7 @@ from scio_recorder.capture.program import Program, Sink
 from scio_recorder.errors import FlowError
 from scio_recorder.layer import RowIdx, few
 from scio_recorder.nets.attention import AttentionRecords, AttentionSink
-from scio_recorder.nets.calling_names import calling_name
+from scio_recorder.nets.labelling.torchinfo import calling_name
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records, entries_of
 from scio_recorder.nets.refusals import cast_for, refuse_unkeepable
 from scio_recorder.nets.state.moment import LiveMoment

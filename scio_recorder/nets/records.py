@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import LayerNotFoundError, MutationError
 from scio_recorder.layer import RowIdx, describe, few, map_leaves
-from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.offers import nearest
+from scio_recorder.nets.architecture import Architecture, nearest
 from scio_recorder.tensors.ownership import HeldTensor, holder
 from scio_recorder.tensors.properties import dtype_name
 

@@ -31,11 +31,12 @@ from scio_recorder.layer import (
 from scio_recorder.nets.architecture import (
     LABEL_WITH_IT,
     Architecture,
+    glob_of,
     no_such_label,
     no_such_operation,
+    offer,
 )
 from scio_recorder.nets.hookable import takes_hooks
-from scio_recorder.nets.offers import glob_of, offer
 from scio_recorder.nets.refusals import check_supported
 
 _T = TypeVar("_T")

@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from scio_recorder.capture.watch import Passes, WatchedCalls, Watcher, why_not_called
 from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
 from scio_recorder.layer import few
+from scio_recorder.nets.architecture import nearest
 from scio_recorder.nets.attention import AttentionRecords
-from scio_recorder.nets.offers import nearest
 from scio_recorder.nets.records import LayerMapping, Records
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.recording.options import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from scio_recorder.errors import CollectError
-from scio_recorder.nets.offers import nearest
+from scio_recorder.nets.architecture import nearest
 from scio_recorder.stores.disk import Disk
 from scio_recorder.stores.disk_format.description import is_url
 from scio_recorder.stores.disk_format.ids import SampleIds, to_ids

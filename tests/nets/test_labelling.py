@@ -25,7 +25,7 @@ from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedN
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.selection import select
-from scio_recorder.nets.state import copying
+from scio_recorder.nets.state.untouched import copy_inputs, copy_net
 from tests.garbage import garbage_left
 from tests.rotation import one_in
 from tests.zoo import BY_NAME, CASES
@@ -181,7 +181,7 @@ def test_a_net_that_changes_its_own_state_in_forward_is_left_as_it_was():
 def test_parameters_of_a_large_net_are_not_cloned(monkeypatch):
     monkeypatch.setattr("scio_recorder.nets.state.untouched.CLONED_BYTES", 16)
     net = nn.Sequential(linear(), nn.BatchNorm1d(4))
-    twin = copying.copy_net(net)
+    twin = copy_net(net)
     assert twin[0].weight is not net[0].weight
     assert twin[0].weight.data_ptr() == net[0].weight.data_ptr()
     assert twin[1].running_mean.data_ptr() != net[1].running_mean.data_ptr()
@@ -635,7 +635,7 @@ def test_buffers_that_share_memory_share_it_in_the_copy():
     net = linear()
     net.register_buffer("whole", torch.zeros(4))
     net.register_buffer("front", net.whole[:2])
-    twin = copying.copy_net(net)
+    twin = copy_net(net)
     twin.front.fill_(1)
     assert twin.whole.tolist() == [1, 1, 0, 0]
     assert net.whole.tolist() == [0, 0, 0, 0]
@@ -643,7 +643,7 @@ def test_buffers_that_share_memory_share_it_in_the_copy():
 
 def test_of_a_slice_of_a_dataset_only_the_slice_is_copied():
     dataset = torch.zeros(1000, 4)
-    copied = copying.copy_inputs([dataset[:2]])[0]
+    copied = copy_inputs([dataset[:2]])[0]
     assert copied.untyped_storage().nbytes() == 2 * 4 * 4
 
 

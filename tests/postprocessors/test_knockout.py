@@ -18,8 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from scio_recorder import Recorder
 from scio_recorder.errors import AttentionError, PostprocessorError
 from scio_recorder.nets.attention.eager import Eager, Layout
-from scio_recorder.nets.attention.kernel import Kernel
-from scio_recorder.nets.attention.multi_head import MultiHead
+from scio_recorder.nets.attention.kernel import Kernel, MultiHead
 from scio_recorder.nets.records import Inputs
 from scio_recorder.postprocessors import At, Knockout, OnInput
 from tests.nets.test_attention import Calls, cut_lower

@@ -15,10 +15,9 @@ from scio_recorder.errors import AttentionError, LabellingError, LayerNotFoundEr
 from scio_recorder.layer import DepthIdx, Layer, Operation, OperationIdx, RowIdx, few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention.eager import Eager
-from scio_recorder.nets.attention.kernel import Kernel
+from scio_recorder.nets.attention.kernel import Kernel, MultiHead
 from scio_recorder.nets.attention.kind import Attention as Attention
 from scio_recorder.nets.attention.kind import AttentionKind, SeenAttention, SeenOperation, TakeOut
-from scio_recorder.nets.attention.multi_head import MultiHead
 from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
 from scio_recorder.nets.selection import selector_for
 from scio_recorder.tensors.properties import is_dense

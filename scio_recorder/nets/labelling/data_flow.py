@@ -43,8 +43,13 @@ from scio_recorder.nets.operations import (
     dim_of_hits,
     tells_value,
 )
-from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet, separate_copy
 from scio_recorder.nets.state.moment import preserved_rng
+from scio_recorder.nets.state.untouched import (
+    NotSeparateError,
+    copy_inputs,
+    quiet,
+    separate_copy,
+)
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import fold, map_tensors
 

@@ -18,7 +18,6 @@ from scio_recorder.layer import DepthIdx, Label, Layer, Operation, OperationIdx,
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention import checked_order
 from scio_recorder.nets.attention.kind import SeenAttention
-from scio_recorder.nets.labelling.operation_trace import OperationTrace
 from scio_recorder.nets.labelling.torchinfo import (
     CallTrace,
     Row,
@@ -26,13 +25,18 @@ from scio_recorder.nets.labelling.torchinfo import (
     formatting,
     random_inputs,
 )
-from scio_recorder.nets.operations import ValueRequests
+from scio_recorder.nets.operations import OperationTrace, ValueRequests
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import check_supported, failed_run, no_input, not_a_size
 from scio_recorder.nets.sharded import Following, is_sharded, mark_shards, plain_type
-from scio_recorder.nets.state.copying import NotSeparateError, copy_inputs, quiet, separate_copy
 from scio_recorder.nets.state.moment import preserved_rng
-from scio_recorder.nets.state.untouched import untouched
+from scio_recorder.nets.state.untouched import (
+    NotSeparateError,
+    copy_inputs,
+    quiet,
+    separate_copy,
+    untouched,
+)
 from scio_recorder.tensors import private
 from scio_recorder.tensors.structures import map_tensors
 

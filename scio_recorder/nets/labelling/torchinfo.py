@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ from torchinfo.enums import ColumnSettings, RowSettings, Units
 from torchinfo.formatting import FormattingOptions
 from torchinfo.layer_info import LayerInfo
 
+from scio_recorder.interpreter import names_called_by
 from scio_recorder.layer import describe, shapes_of
-from scio_recorder.nets.calling_names import CallingName, calling_name
 from scio_recorder.nets.hookable import hooked
 from scio_recorder.tensors import private
 from scio_recorder.tensors.private import FSDP, loaded, sizes_before_fsdp1
@@ -33,6 +33,60 @@ from scio_recorder.tensors.structures import tensors
 
 _UNITS = re.compile(r"(?<=^Total mult-adds )\(Units\.(\w+)\)", re.MULTILINE)
 _TIED = "(tied)"
+
+
+# -- the name by which a module is called ----------------------------------------------------------
+# A module that a network holds under several names does not know by which one it is called. The
+# stack of the interpreter shows which module calls it, and the instruction by which it does so
+# where it found it. An instruction that calls a variable says nothing.
+
+
+class CallingName(NamedTuple):
+    """The module that calls another one, and the name that it has for that, empty if not shown."""
+
+    around: str
+    attribute: str
+
+    def __str__(self) -> str:
+        return ".".join(filter(None, self))
+
+    def agrees(self, other: CallingName) -> bool:
+        """Whether both may stand for one name."""
+        are_shown = self.attribute and other.attribute
+        return self.around == other.around and not (are_shown and self != other)
+
+
+def calling_name(names: Mapping[int, str]) -> CallingName:
+    """Return the name under which the innermost running module was called in the network.
+
+    Parameters
+    ----------
+    names : mapping of int to str
+        The names of the network's modules, by ``id``.
+    """
+    module, caller, around = None, None, None
+    for running, frame in private.running_modules():
+        module = running if module is None else module
+        if running is module:
+            # Others may have put code around the call, which stands in between.
+            caller = frame
+        elif id(running) in names:
+            around = running
+            break
+    shown = [] if caller is None or around is None else names_called_by(caller)
+    # A list of its own or a property shows another name than that of the module.
+    if _submodule(around, shown) is not module:
+        shown = []
+    return CallingName(names.get(id(around), ""), ".".join(shown))
+
+
+def _submodule(around: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        around = getattr(around, "_modules", {}).get(name)
+    return around
+
+
+# -- rows ------------------------------------------------------------------------------------------
 
 
 class Row(LayerInfo):

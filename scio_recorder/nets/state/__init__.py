@@ -1,1 +1,1 @@
-"""The state in which a network runs: copying, restoring, and noting it for running again."""
+"""The state in which a network runs: noting it for running again, copying and restoring it."""
