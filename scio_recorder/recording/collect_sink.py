@@ -24,7 +24,7 @@ from scio_recorder.recording.settings import restore, states_of
 from scio_recorder.reductions import Reduction
 from scio_recorder.reductions.base import SampleReduction, several
 from scio_recorder.stores import Column, State, StoreWriter
-from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.disk_format.reader import Ids
 from scio_recorder.stores.disk_format.tensor_file import expect
 from scio_recorder.stores.kept_inputs import KeptCall, KeptCalls
 from scio_recorder.stores.store import NoRoomError
@@ -121,7 +121,8 @@ class LayerSink(abc.ABC):
                 f'write transform={{"{selector}": lambda activation, batch: ...}}'
             )
         code, condition = "...", ""
-        if times := rows.lines_of_each(kept.shape):
+        times, rest = divmod(kept.shape[0] if kept.ndim else 0, rows.num_samples or 1)
+        if times > 1 and not rest:
             code = f"activation.unflatten(0, (-1, {times}))"
             condition = f", if it has {times} lines of each sample, one sample after the other"
         ids = ", or let sample_ids= give one id for each sample of the batch" * rows.are_samples

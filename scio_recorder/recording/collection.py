@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from scio_recorder.recording.rows import BatchRows, Source
 from scio_recorder.recording.settings import made_with
 from scio_recorder.stores import Job, State, Store, StoreWriter, as_store
 from scio_recorder.stores.disk import check_copies
-from scio_recorder.stores.disk_format.ids import Ids
+from scio_recorder.stores.disk_format.reader import Ids
 from scio_recorder.stores.disk_format.tensor_file import expect
 from scio_recorder.stores.files import (
     complete_ranks,
@@ -103,12 +104,10 @@ class Durable:
         """
         durable = self._samples, self._rows
         came = self.samples_come, self.rows_come if self._rows else 0
-        more = "" if is_end else " or more"
-        in_rows = (
-            [f" in {durable[1]} rows", f" in {came[1]}{more} rows"] if self._rows else ["", ""]
-        )
-        now = f"{came[0]}{more}{in_rows[1]} came now"
-        what = f"holds {durable[0]} samples{in_rows[0]} already, and {now}"
+        more, has_rows = "" if is_end else " or more", bool(self._rows)
+        held = f"{durable[0]} samples" + f" in {durable[1]} rows" * has_rows
+        now = f"{came[0]}{more}" + f" in {came[1]}{more} rows" * has_rows
+        what = f"holds {held} already, and {now} came now"
         if self.is_complete and came != durable and (is_end or came > durable):
             raise CollectError(
                 f"the recording is complete: it {what}. Read it with open_recording, give the "
@@ -121,6 +120,7 @@ class Durable:
             )
 
 
+@dataclass
 class Collection:
     """A collection that is about to begin: what is to be collected, and where it is kept.
 
@@ -137,25 +137,20 @@ class Collection:
         The digest of the network's weights, if known.
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        feed: Feed,
-        *,
-        is_of_others: bool = False,
-        weights: str | None = None,
-    ) -> None:
-        self.capture, self.feed, self.asked = capture, feed, feed.asked
-        self.layers = LayerOptions(capture, feed.asked)
-        self.is_of_others = is_of_others
-        self._weights = weights
+    capture: Capture
+    feed: Feed
+    is_of_others: bool = field(default=False, kw_only=True)
+    weights: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.asked = self.feed.asked
+        self.layers = LayerOptions(self.capture, self.asked)
 
     def open(self) -> OpenCollection:
         """Open the store, and return the collection that takes batches."""
         store = self.feed.placed(as_store(self.asked.store), by_batches=self.layers.with_inputs)
         self._check(store)
-        settings = self.settings(is_shared=store.is_shared)
-        return OpenCollection(self, store.open(self.job(settings)), settings, store.is_shared)
+        return OpenCollection(self, store)
 
     def settings(self, *, is_shared: bool) -> dict[str, Any]:
         """Return the settings that a recording keeps; other processes may share the store."""
@@ -167,14 +162,13 @@ class Collection:
 
     def job(self, settings: dict[str, Any]) -> Job:
         """Return the job that a store is given."""
-        net, weights = self.capture.net, self._weights
         return Job(
             self.layers.architecture,
             self.layers.stored,
             self.feed.num_batches,
             # Reading all weights is only for stores that can be resumed. Their present digest
             # counts: passes in training mode change the net's buffers.
-            lambda: {**settings, "weights": weights or weights_digest(net)},
+            lambda: {**settings, "weights": self.weights or weights_digest(self.capture.net)},
             self.asked.resume,
         )
 
@@ -209,26 +203,20 @@ class OpenCollection:
     ----------
     collection : Collection
         What is to be collected.
-    writer : StoreWriter
-        The writer of the store.
-    settings : dict
-        The settings that the recording keeps.
-    is_shared : bool
-        Whether other processes fill the store too.
+    store : Store
+        Where it is kept.
     """
 
-    def __init__(
-        self,
-        collection: Collection,
-        writer: StoreWriter,
-        settings: dict[str, Any],
-        is_shared: bool,
-    ) -> None:
+    def __init__(self, collection: Collection, store: Store) -> None:
         self.capture, self.feed = collection.capture, collection.feed
         self.asked, self.layers = collection.asked, collection.layers
-        self.is_of_others, self.is_shared = collection.is_of_others, is_shared
-        self._writer, self._settings = writer, settings
+        # Whether others run the passes, and whether other processes fill the store too.
+        self.is_of_others, self.is_shared = collection.is_of_others, store.is_shared
+        self._settings = collection.settings(is_shared=store.is_shared)
+        self._writer = writer = store.open(collection.job(self._settings))
         self._durable = Durable(writer)
+        # Whether the store held all samples when it was opened.
+        self.is_complete = writer.is_complete
         self._sinks = LayerSinks(self.layers, writer, waits=self.is_of_others)
         self._weights = WeightDigests() if self.layers.with_inputs else None
         self._continuing = Continuing() if self.is_of_others and self.asked.rows else None
@@ -254,11 +242,6 @@ class OpenCollection:
                 names = expect(expect(writer.state, dict).get("columns", []), list)
                 self._columns = [expect(name, str) for name in names]
                 self._sinks.restore(writer.state)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the store held all samples when it was opened."""
-        return self._durable.is_complete
 
     @property
     def needs_batches(self) -> bool:
@@ -311,7 +294,7 @@ class OpenCollection:
             skip,
             is_part=bool(skip or num_repeats),
             is_taken=is_taken,
-            is_new=is_taken and not (is_durable or durable.is_complete),
+            is_new=is_taken and not (is_durable or self.is_complete),
             continued=continued,
         )
 
@@ -390,11 +373,8 @@ class OpenCollection:
         """Count a pass, which has succeeded."""
         # The first pass shows which layers return shards.
         self.layers.refuse_shards()
-        if batch.rounding:
-            self._sinks.count(batch)
-        calls = None
-        if sink.calls:
-            calls = {text_of(label): call for label, call in sorted(sink.calls.items())}
+        self._sinks.count(batch)
+        calls = {text_of(label): call for label, call in sorted(sink.calls.items())}
         rows = None if batch.rows.are_samples else batch.rows.num_rows
         self.is_trusted = False
         try:
@@ -402,10 +382,6 @@ class OpenCollection:
         except ValueError as error:
             raise CollectError(str(error)) from None
         self.is_trusted = True
-
-    def drop(self, batch: Batch) -> None:
-        """Drop a batch, which has failed: it may come again."""
-        self.feed.forget(batch.ids)
 
     def end(self, batch: Batch, output: Any = None) -> tuple[int, int]:
         """Count a batch; return the numbers of samples and bytes that were not durable before.
@@ -425,7 +401,7 @@ class OpenCollection:
             return 0, 0
         durable.samples_come += len(batch.ids)
         durable.rows_come += batch.num_rows
-        if durable.is_complete and self.feed.num_batches is None:
+        if self.is_complete and self.feed.num_batches is None:
             # There may be no end at which to check.
             durable.check(is_end=False)
         return len(batch.ids) - batch.skip, batch.rows.num_rows * self._writer.row_bytes
@@ -460,8 +436,7 @@ class OpenCollection:
 
     def _state(self) -> State:
         """Return what resuming needs besides the rows, for a commit."""
-        of_feed = {"columns": self._columns, "length": self.feed.length}
-        return {**self._sinks.state(), **of_feed}
+        return {**self._sinks.state(), "columns": self._columns, "length": self.feed.length}
 
 
 def go_through(
@@ -694,7 +669,7 @@ class CollectedPasses:
         try:
             output = opened.take(batch, run) if batch.is_new else run()
         except BaseException:
-            opened.drop(batch)
+            opened.feed.forget(batch.ids)
             raise
         self._advance(*opened.end(batch, output))
         opened.feed.number += 1

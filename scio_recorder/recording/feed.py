@@ -37,7 +37,7 @@ from scio_recorder.nets.refusals import cast_for
 from scio_recorder.recording.options import CollectOptions
 from scio_recorder.recording.rows import Source, advice_on_lists
 from scio_recorder.stores import Store
-from scio_recorder.stores.disk_format.ids import Ids, to_ids
+from scio_recorder.stores.disk_format.reader import Ids, to_ids
 from scio_recorder.tensors.arguments import ProcessRank, signature_of, this_process
 from scio_recorder.tensors.properties import dtype_name
 from scio_recorder.tensors.structures import tensors

@@ -241,8 +241,6 @@ class RecordingLoader(IterableDataset[Any]):
         try:
             epoch = whole("epoch", state["epoch"], 0, ArgumentError)
             batches = whole("batches", state["batches"], 0, ArgumentError)
-            # Versions that had it knew how many workers gave the batches, each of its own part.
-            readers = whole("readers", state.get("readers", 0), 0, ArgumentError)
             arguments, recording = dict(state["arguments"]), state["recording"]
         except (TypeError, LookupError, ValueError) as error:
             raise ArgumentError(f"this is not the state of a loader: {error!r}") from error
@@ -260,10 +258,11 @@ class RecordingLoader(IterableDataset[Any]):
             raise RecordingError("the state is of another recording, or this one has changed since")
         if batches > len(self):
             raise ArgumentError(f"batches={batches} in the state, but there are {len(self)}")
-        if batches and readers > 1:
+        # Earlier versions knew how many workers gave the batches, each of its own part.
+        if batches and state.get("readers", 0) not in (0, 1):
             raise ArgumentError(
-                f"the state is from inside an epoch that {readers} workers read, which can't be "
-                "continued: begin the epoch again, by set_epoch"
+                "the state is from inside an epoch that workers read, which can't be continued: "
+                "begin the epoch again, by set_epoch"
             )
         self._begin_at(epoch, batches)
 

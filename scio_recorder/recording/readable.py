@@ -21,7 +21,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
 from scio_recorder.reductions.base import Reductions, of_each
 from scio_recorder.stores import Held
-from scio_recorder.stores.disk_format.ids import OnDemand, SampleIds
+from scio_recorder.stores.disk_format.reader import OnDemand, SampleIds
 from scio_recorder.stores.files import DiskTensor, bytes_of_row
 from scio_recorder.stores.kept_inputs import Calls
 from scio_recorder.tensors.copies import to_array

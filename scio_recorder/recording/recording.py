@@ -27,7 +27,7 @@ from scio_recorder.recording.statistics import summarise
 from scio_recorder.reductions.base import Reductions, of_each, several
 from scio_recorder.stores import Disk, Job
 from scio_recorder.stores.disk import CHUNK_BYTES, held_by
-from scio_recorder.stores.disk_format.ids import to_ids
+from scio_recorder.stores.disk_format.reader import to_ids
 from scio_recorder.stores.files import RunReader
 from scio_recorder.stores.kept_inputs import KeptCall, unpack
 from scio_recorder.tensors.arguments import ProcessRank, this_process, whole

@@ -127,23 +127,6 @@ class BatchRows:
         wanted = ", ".join([*map(str, self.shape), "..."])
         return f"{gave}, but rows= needs [{', '.join(self.dims)}, ...], here ({wanted})"
 
-    def lines_of_each(self, shape: Sequence[int]) -> int:
-        """Return how many lines of each sample a first dimension may hold; 0 if it can't.
-
-        Parameters
-        ----------
-        shape : sequence of int
-            That of a layer's values.
-
-        Examples
-        --------
-        >>> rows = BatchRows.of_samples(4)
-        >>> rows.lines_of_each((28, 3)), rows.lines_of_each((4, 3)), rows.lines_of_each((9, 4))
-        (7, 0, 0)
-        """
-        times, rest = divmod(shape[0] if shape else 0, self.num_samples or 1)
-        return times if times > 1 and not rest else 0
-
     def _doubt(self, layer: Layer, shape: tuple[int, ...], *, is_known: bool) -> str:
         """Return why lengths that fit may fit by chance, as words behind them; empty if they don't.
 

@@ -8,7 +8,7 @@ from scio_recorder.errors import CollectError
 from scio_recorder.nets.architecture import nearest
 from scio_recorder.stores.disk import Disk
 from scio_recorder.stores.disk_format.description import is_url
-from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
+from scio_recorder.stores.disk_format.reader import SampleIds, to_ids
 from scio_recorder.stores.files import DiskTensor
 from scio_recorder.stores.kept_inputs import Calls, KeptCall, KeptCalls
 from scio_recorder.stores.memory import Auto, Device, Host, HostBuffer, Plan

@@ -33,8 +33,7 @@ from scio_recorder.stores.disk_format.description import (
     is_url,
     row_column,
 )
-from scio_recorder.stores.disk_format.ids import Ids
-from scio_recorder.stores.disk_format.reader import Run
+from scio_recorder.stores.disk_format.reader import Ids, Run
 from scio_recorder.stores.disk_format.tensor_file import TensorInfo, as_read, expect
 from scio_recorder.stores.disk_format.writer import WriteRight
 from scio_recorder.stores.files import (

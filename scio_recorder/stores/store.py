@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scio_recorder.layer import RowIdx, TensorSpec
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.stores.disk_format.ids import Ids, SampleIds
+from scio_recorder.stores.disk_format.reader import Ids, SampleIds
 from scio_recorder.stores.kept_inputs import Calls, KeptCalls
 from scio_recorder.tensors.arguments import ProcessRank
 

@@ -12,7 +12,7 @@ from scio_recorder import Recorder
 from scio_recorder.layer import TensorSpec
 from scio_recorder.recording.recording import Recording
 from scio_recorder.stores import Job, Store, as_store
-from scio_recorder.stores.disk_format.ids import to_ids
+from scio_recorder.stores.disk_format.reader import to_ids
 
 WIDE, NARROW = (1, 1), (1, 2)
 SETTINGS = {"rows": {"kind": "Tokens"}, "layers": ["1-1", "1-2"]}

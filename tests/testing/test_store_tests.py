@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scio_recorder.stores import Column, Disk, Held, Store, StoreWriter
-from scio_recorder.stores.disk_format.ids import SampleIds
+from scio_recorder.stores.disk_format.reader import SampleIds
 from scio_recorder.stores.memory import HostBuffer, wait_for
 from scio_recorder.testing import StoreTests
 from tests.testing.failures import first_failure

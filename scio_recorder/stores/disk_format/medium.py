@@ -203,8 +203,6 @@ class Medium(abc.ABC):
 def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) -> None:
     """Call ``work`` with each item in this many threads at once; raise the first error.
 
-    Where no thread can be started, this one does all of it.
-
     Examples
     --------
     >>> done = []
@@ -217,10 +215,5 @@ def for_each(work: Callable[[_T], object], items: Sequence[_T], threads: int) ->
             work(item)
         return
     with ThreadPoolExecutor(min(threads, len(items))) as pool:
-        try:
-            # After an error, work that has not begun is cancelled.
-            calls = pool.map(work, items)
-        except RuntimeError:
-            # No thread can be started here. What has begun in others is done once more.
-            calls = map(work, items)
-        deque(calls, maxlen=0)
+        # After an error, work that has not begun is cancelled.
+        deque(pool.map(work, items), maxlen=0)

@@ -25,7 +25,6 @@ from scio_recorder.stores.disk_format.description import (
     read_description,
     state_name,
 )
-from scio_recorder.stores.disk_format.ids import Ids, ids_to_json, to_ids
 from scio_recorder.stores.disk_format.medium import (
     ContentError,
     FormatError,
@@ -33,7 +32,15 @@ from scio_recorder.stores.disk_format.medium import (
     WriteAt,
     accessing,
 )
-from scio_recorder.stores.disk_format.reader import KeptBatches, Packed, Run, scan
+from scio_recorder.stores.disk_format.reader import (
+    Ids,
+    KeptBatches,
+    Packed,
+    Run,
+    ids_to_json,
+    scan,
+    to_ids,
+)
 from scio_recorder.stores.disk_format.tensor_file import (
     JSON,
     Table,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
 
 import pytest
 import torch
 
-from scio_recorder.stores.disk_format.ids import SampleIds, to_ids
 from scio_recorder.stores.disk_format.medium import FormatError
-from scio_recorder.stores.disk_format.reader import RunReader
+from scio_recorder.stores.disk_format.reader import RunReader, SampleIds, to_ids
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES, TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.runs import intercepted, make_run, rows
@@ -77,19 +75,6 @@ def test_much_data_is_read_by_two_threads_and_damage_in_any_block_is_seen(tmp_pa
         del recording
         # Not only when garbage is collected.
         assert not before or len(os.listdir("/proc/self/fd")) == before
-
-
-def test_where_no_thread_can_be_had_all_is_read(tmp_path, monkeypatch):
-    def refuse(*arguments):
-        raise RuntimeError("can't start new thread")
-
-    numbers, layers = torch.arange(9 * BLOCK_BYTES // 8), {"x": TensorInfo((), torch.int64)}
-
-    with RunWriter.create(tmp_path, layers=layers, header={}) as writer:
-        writer.append({"x": numbers}, range(len(numbers)))
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with RunReader(tmp_path) as recording:
-        assert torch.equal(recording.read("x", 0, len(numbers)), numbers)
 
 
 @pytest.mark.parametrize(
