@@ -324,8 +324,8 @@ class Operation(Layer):
         super().__init__(label, name, layer.module, function, layer.call, None, 0, *ran)
         # Rows are frozen.
         file, number, source = line
-        own = {"layer": layer, "file": file, "line": number, "source": source}
-        vars(self).update(own, attention=attention)
+        attributes = {"layer": layer, "file": file, "line": number, "source": source}
+        vars(self).update(attributes, attention=attention)
 
     @property
     def depth(self) -> int:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -109,25 +109,16 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
     def __getitem__(self, key: RowIdx | str) -> Layer:
         try:
             # Most keys are labels, or tuples that equal one.
-            found = self._known.get(key)
+            row = self._known.get(key)
         except TypeError:
-            found = None
-        return found or self._known[self.resolve(key)]
+            row = None
+        return row or self._known[self.resolve(key)]
 
     def __iter__(self) -> Iterator[DepthIdx]:
         return iter(self._rows)
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    # Those of a Mapping would resolve every label.
-    def values(self) -> ValuesView[Layer]:
-        """Return all rows."""
-        return self._rows.values()
-
-    def items(self) -> ItemsView[DepthIdx, Layer]:
-        """Return all labels and rows."""
-        return self._rows.items()
 
     # A proxy can't be pickled, and the index by module must not survive a copy of the modules.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -181,9 +172,9 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         operations : iterable of Operation
             Those that can be looked up.
         """
-        found = type(self)(self._rows.values(), self._names, operations)
-        found.num_sharing = self.num_sharing
-        return found
+        architecture = type(self)(self._rows.values(), self._names, operations)
+        architecture.num_sharing = self.num_sharing
+        return architecture
 
     def around(self, labels: Iterable[RowIdx]) -> Self:
         """Return the same layers, of the operations only all calls of the functions of some.
@@ -196,10 +187,10 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         chosen = [self.operations[label] for label in labels if isinstance(label, OperationIdx)]
         if not self.operations:
             return self
-        functions = {(id(one.module), one.function) for one in chosen}
+        functions = {(id(row.module), row.function) for row in chosen}
         rows = self.operations.values()
         return self.with_operations(
-            one for one in rows if (id(one.module), one.function) in functions
+            row for row in rows if (id(row.module), row.function) in functions
         )
 
     @property
@@ -406,13 +397,13 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
             return [owner, *self.enclosing(owner)]
         # Rows stand in the order in which calls start.
         ended = self._rows[label].completion
-        found: list[DepthIdx] = []
+        enclosing: list[DepthIdx] = []
         for row in self._rows.values():
             if row.label == label or ended is None:
                 break
             if row.completion is not None and row.completion > ended:
-                found.append(row.label)
-        return found[::-1]
+                enclosing.append(row.label)
+        return enclosing[::-1]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the modules as plain values that JSON can hold.
@@ -434,7 +425,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         names = {name: list(map(list, labels)) for name, labels in self._names.items()}
         plain: dict[str, Any] = {"format": _FORMAT, "layers": layers, "names": names}
         if self.operations:
-            plain["operations"] = [_encode_operation(one) for one in self.operations.values()]
+            plain["operations"] = [_encode_operation(row) for row in self.operations.values()]
         return {**plain, "fingerprint": self.fingerprint}
 
     @classmethod
@@ -483,7 +474,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         for row in map(self._known.__getitem__, self.in_order(self)):
             if row.executed and row.module is not None:
                 calls.setdefault(id(row.module), []).append(row.label)
-        return {key: tuple(found) for key, found in calls.items()}
+        return {key: tuple(labels) for key, labels in calls.items()}
 
     def operations_of(self, key: object) -> list[OperationIdx]:
         """Return the operations that an ``OperationIdx`` or a text stands for.
@@ -495,15 +486,15 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
             may be globs; without anything before the slash it is of the root.
         """
         if not isinstance(key, str):
-            found = self.operations.get(key)  # type: ignore[call-overload]  # any tuple of four
-            return [] if found is None else [found.label]
+            operation = self.operations.get(key)  # type: ignore[call-overload]  # any tuple of four
+            return [] if operation is None else [operation.label]
         layer, _, function = key.rpartition("/")
         function, _, index = function.partition(":")
-        own = self._layers_at(layer)
+        layers = self._layers_at(layer)
         return [
             label
             for label in self.operations
-            if (label.depth, label.idx) in own
+            if (label.depth, label.idx) in layers
             and fnmatch.fnmatchcase(label.function, function)
             and index in ("", str(label.index))
         ]
@@ -575,9 +566,7 @@ def _encode_layer(layer: Layer) -> dict[str, Any]:
 
 
 def _encode_tree(value: Any, is_leaf: Callable[[Any], bool]) -> Any:
-    # As most are.
-    is_one = is_leaf(value)
-    return _encode_leaf(value) if is_one else fold(value, _encode_leaf, _encode_container, is_leaf)
+    return fold(value, _encode_leaf, _encode_container, is_leaf)
 
 
 def _is_shape(value: Any) -> bool:
@@ -652,7 +641,7 @@ def _encode_operation(operation: Operation) -> dict[str, Any]:
 def _decode_operations(data: Any, layers: Iterable[Layer]) -> list[Operation]:
     around = {layer.label: layer for layer in layers}
     operations = [_decode_operation(row, around) for row in data.get("operations", ())]
-    if len({one.label for one in operations}) != len(operations):
+    if len({row.label for row in operations}) != len(operations):
         raise ValueError("two operations have the same label")
     return operations
 

@@ -116,7 +116,7 @@ def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> list[_H
     for module in net.modules():
         names = [name for name in private.HOOK_DICTIONARIES if vars(module).get(name)]
         # Other dictionaries say about the same hooks how to call them.
-        own = {
+        kept_keys = {
             key
             for name in set(names).intersection(private.FORWARD_HOOKS)
             for key, hook in vars(module)[name].items()
@@ -124,7 +124,7 @@ def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> list[_H
         }
         for name in names:
             hooks = vars(module)[name].items()
-            kept = OrderedDict((key, hook) for key, hook in hooks if key in own)
+            kept = OrderedDict((key, hook) for key, hook in hooks if key in kept_keys)
             replacements.append((module, name, kept))
     return replacements
 

@@ -151,7 +151,7 @@ def returns_tensors(output: Any) -> bool:
     """Whether a call counts as an operation: it returned a tensor, or a tuple or list with one."""
     if isinstance(output, Tensor):
         return True
-    return isinstance(output, tuple | list) and any(isinstance(one, Tensor) for one in output)
+    return isinstance(output, tuple | list) and any(isinstance(part, Tensor) for part in output)
 
 
 def calling_line() -> tuple[str, int, str]:
@@ -244,27 +244,27 @@ class OperationTrace(CallTrace, LibraryMode):
 
     def attention(self) -> dict[OperationIdx, SeenAttention]:
         """Return the attention in own code, by the labels of the operations that complete it."""
-        found = {}
+        attention = {}
         for row, seen in self._attention:
             label = row.depth, row.depth_index or 0
             first, last = (OperationIdx(*label, *end) for end in (seen.first, seen.last))
-            found[last] = seen._replace(first=first, last=last)
-        return found
+            attention[last] = seen._replace(first=first, last=last)
+        return attention
 
     def operations(
         self, layers: Mapping[DepthIdx, Layer], attention: Mapping[OperationIdx, SeenAttention]
     ) -> list[Operation]:
         """Return the operations of calls that returned, in the order in which they returned."""
-        made = [one for one in self._made if one.call.completion is not None]
-        found = []
-        for number, one in enumerate(made):
+        made = [noted for noted in self._made if noted.call.completion is not None]
+        operations = []
+        for number, noted in enumerate(made):
             # After the layers that had returned, and in order among each other.
-            completion = one.num_completed - 1 + (number + 1) / (len(made) + 1)
-            layer = layers[one.call.depth, one.call.depth_index or 0]
-            what = one.function, one.index, one.output, one.line
-            completed = attention.get(OperationIdx(*layer.label, one.function, one.index))
-            found.append(Operation(layer, *what, completion, one.is_seen, completed))
-        return found
+            completion = noted.num_completed - 1 + (number + 1) / (len(made) + 1)
+            layer = layers[noted.call.depth, noted.call.depth_index or 0]
+            what = noted.function, noted.index, noted.output, noted.line
+            completed = attention.get(OperationIdx(*layer.label, noted.function, noted.index))
+            operations.append(Operation(layer, *what, completion, noted.is_seen, completed))
+        return operations
 
 
 class Operations(Listed, LayerMapping[Operation]):
@@ -275,7 +275,7 @@ class Operations(Listed, LayerMapping[Operation]):
 
     def _listing(self) -> Listing:
         names = "Operation", "Output shape", "Line", "Source"
-        rows = [(one.name, str(one.output_shape), one.place, one.source) for one in self.values()]
+        rows = [(row.name, str(row.output_shape), row.place, row.source) for row in self.values()]
         return Listing(counted(len(self), "operation"), names, (), rows, widest=_WIDEST)
 
     def __repr__(self) -> str:

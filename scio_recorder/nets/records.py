@@ -40,12 +40,12 @@ class Inputs(NamedTuple):
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, given: Any) -> Self | None:
+    def of(cls, value: Any) -> Self | None:
         """Return the inputs that a tensor, a tuple, a mapping of keywords, or a pair of both means.
 
         Parameters
         ----------
-        given : Tensor, tuple, mapping or (tuple, mapping)
+        value : Tensor, tuple, mapping or (tuple, mapping)
             One positional input, several, those by keyword, or both kinds.
 
         Returns
@@ -58,14 +58,14 @@ class Inputs(NamedTuple):
         >>> Inputs.of(((1, 2), {"scale": 3}))
         Inputs(args=(1, 2), kwargs={'scale': 3})
         """
-        if isinstance(given, Tensor):
-            return cls((given,), {})
-        if isinstance(given, Mapping):
-            return cls((), dict(given))
-        if not isinstance(given, tuple):
+        if isinstance(value, Tensor):
+            return cls((value,), {})
+        if isinstance(value, Mapping):
+            return cls((), dict(value))
+        if not isinstance(value, tuple):
             return None
-        is_pair = len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], Mapping)
-        return cls(given[0], dict(given[1])) if is_pair else cls(tuple(given), {})
+        is_pair = len(value) == 2 and isinstance(value[0], tuple) and isinstance(value[1], Mapping)
+        return cls(value[0], dict(value[1])) if is_pair else cls(tuple(value), {})
 
     def named(self, module: nn.Module) -> dict[str, Any]:
         """Return the inputs by their names in the module's ``forward``.
@@ -89,14 +89,14 @@ class Inputs(NamedTuple):
         """
         try:
             signature = inspect.signature(module.forward)
-            found = signature.bind(*self.args, **self.kwargs).arguments
+            arguments = signature.bind(*self.args, **self.kwargs).arguments
         except (TypeError, ValueError):
             # There are no names, or the call itself will explain the error.
             return {**{str(place): value for place, value in enumerate(self.args)}, **self.kwargs}
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
-                found |= found.pop(name, {})
-        return dict(found)
+                arguments |= arguments.pop(name, {})
+        return dict(arguments)
 
 
 class LayerMapping(Mapping["RowIdx", T], Generic[T]):
@@ -177,8 +177,8 @@ class LayerMapping(Mapping["RowIdx", T], Generic[T]):
 
     def _label(self, key: object) -> RowIdx:
         """Resolve a key; the name of a module with several calls will do if only one is here."""
-        own = [label for label in self._architecture.rows_at(key) if label in self._values]
-        return own[0] if len(own) == 1 else self._architecture.resolve(key)
+        labels = [label for label in self._architecture.rows_at(key) if label in self._values]
+        return labels[0] if len(labels) == 1 else self._architecture.resolve(key)
 
     def _explain(self, label: RowIdx) -> str:
         layer = self._architecture[label]
@@ -217,9 +217,9 @@ class _Shown(str):
 
 def _holds_tensors(value: Any) -> bool:
     # Looks into containers only: other objects, such as inputs on disk, would be read.
-    found: list[bool] = []
-    map_leaves(lambda leaf: found.append(isinstance(leaf, Tensor)), value)
-    return any(found)
+    are_tensors: list[bool] = []
+    map_leaves(lambda leaf: are_tensors.append(isinstance(leaf, Tensor)), value)
+    return any(are_tensors)
 
 
 def shown_shapes(value: Any) -> str:

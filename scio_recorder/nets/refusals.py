@@ -57,8 +57,12 @@ def check_supported(net: Any, device: Any = None) -> None:
     Traceback (most recent call last):
     scio_recorder.errors.UnsupportedNetError: ... write ReLU(...)
     """
+    if isinstance(net, type) and issubclass(net, nn.Module):
+        raise UnsupportedNetError(
+            f"{net.__name__} is a class, not a net: write {net.__name__}(...)"
+        )
     if not isinstance(net, nn.Module):
-        raise UnsupportedNetError(_not_a_module(net))
+        raise UnsupportedNetError(f"a net must be a torch.nn.Module, not {type(net).__name__}")
     if not takes_hooks(net):
         raise UnsupportedNetError(
             f"{type(net).__name__} is a TorchScript module, whose submodules run without hooks: "
@@ -97,13 +101,7 @@ def _check_module(name: str, module: nn.Module) -> None:
         )
 
 
-def _not_a_module(net: Any) -> str:
-    if isinstance(net, type) and issubclass(net, nn.Module):
-        return f"{net.__name__} is a class, not a net: write {net.__name__}(...)"
-    return f"a net must be a torch.nn.Module, not {type(net).__name__}"
-
-
-def not_a_size(given: Any) -> str:
+def not_a_size(value: Any) -> str:
     """Return the message about an ``input_size`` that is neither a tuple nor a list.
 
     Examples
@@ -111,18 +109,18 @@ def not_a_size(given: Any) -> str:
     >>> not_a_size(8)
     'input_size=8 is no shape: write input_size=(1, 8), batch dimension included'
     """
-    if isinstance(given, Tensor | np.ndarray):
+    if isinstance(value, Tensor | np.ndarray):
         return (
             f"input_size is an input, not a shape: write input_data=, with what was given, or "
-            f"input_size={tuple(given.shape)}"
+            f"input_size={tuple(value.shape)}"
         )
-    shape = (1, given) if isinstance(given, int) else (1, 3, 32, 32)
-    return f"input_size={given!r} is no shape: write input_size={shape}, batch dimension included"
+    shape = (1, value) if isinstance(value, int) else (1, 3, 32, 32)
+    return f"input_size={value!r} is no shape: write input_size={shape}, batch dimension included"
 
 
-def _as_text(given: Any) -> str:
-    holds_tensors = isinstance(given, Tensor | Mapping | list | tuple) and tensors(given)
-    return f"{'tensors of shape ' * bool(holds_tensors)}{map_leaves(_shape, given)!r:.300}"
+def _as_text(value: Any) -> str:
+    holds_tensors = isinstance(value, Tensor | Mapping | list | tuple) and tensors(value)
+    return f"{'tensors of shape ' * bool(holds_tensors)}{map_leaves(_shape, value)!r:.300}"
 
 
 def _shape(leaf: Any) -> Any:
@@ -133,10 +131,14 @@ def _shape(leaf: Any) -> Any:
 
 def _argument_names(net: nn.Module) -> list[str]:
     parameters = signature_of(net.forward).parameters.values()
-    return [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
 
 
-def no_input(net: nn.Module, given: Sequence[str]) -> str:
+def no_input(net: nn.Module, keywords: Sequence[str]) -> str:
     """Return the message about a `Recorder` without an input, given only other keywords.
 
     Examples
@@ -148,8 +150,8 @@ def no_input(net: nn.Module, given: Sequence[str]) -> str:
         "write input_size=(1, 3, 32, 32), batch dimension included, or input_data= a tensor, a "
         "tuple of positional or a dict of keyword inputs"
     )
-    if given and set(given) <= set(_argument_names(net)):
-        entries = ", ".join(f'"{name}": {name}' for name in given)
+    if keywords and set(keywords) <= set(_argument_names(net)):
+        entries = ", ".join(f'"{name}": {name}' for name in keywords)
         advice = f"write input_data={{{entries}}}"
     return f"labelling runs the net once and needs an input for that: {advice}"
 
@@ -179,9 +181,11 @@ def failed_run(net: nn.Module, keywords: Mapping[str, Any], cause: BaseException
     input_data is what forward takes: a tensor, a tuple of positional inputs or a dict of keyword \
 inputs, such as tokenizer(texts, return_tensors="pt")
     """
-    given = "input_size" if keywords["input_data"] is None else "input_data"
-    is_on_meta = given == "input_size" and any(one.is_meta for one in net.parameters())
-    value, advice = keywords[given], _ADVICE["meta" if is_on_meta else given]
+    keyword = "input_size" if keywords["input_data"] is None else "input_data"
+    is_on_meta = keyword == "input_size" and any(
+        parameter.is_meta for parameter in net.parameters()
+    )
+    value, advice = keywords[keyword], _ADVICE["meta" if is_on_meta else keyword]
     inputs = Inputs.of(tuple(value) if isinstance(value, list) else value)
     cast = inputs and cast_for(net, inputs, cause)
     if cast:
@@ -192,23 +196,23 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     if any(isinstance(part, np.ndarray) for part in parts):
         advice = "Probably it takes tensors, not NumPy arrays: convert them by torch.from_numpy(x)"
     is_loader = inputs is None and isinstance(value, Iterable)
-    if (is_loader and not isinstance(value, str | np.ndarray)) or _is_batch(net, given, inputs):
+    if (is_loader and not isinstance(value, str | np.ndarray)) or _is_batch(net, keyword, inputs):
         advice = (
             "Probably it takes one batch of a loader: give next(iter(loader)), or of (inputs, "
             "labels) next(iter(loader))[0]"
         )
-    is_shape = given == "input_size" and all(isinstance(part, int) for part in parts)
+    is_shape = keyword == "input_size" and all(isinstance(part, int) for part in parts)
     if is_shape and (len(parts) == 1 or (len(parts) == 3 and parts[0] in (1, 3))):
         advice += f". For one sample of shape {parts}, write input_size={(1, *parts)}"
     return (
-        f"the dry run of {type(net).__name__} on {given}={_as_text(value)} failed with "
+        f"the dry run of {type(net).__name__} on {keyword}={_as_text(value)} failed with "
         f"{type(cause).__name__}: {cause}\n{advice}"
     )
 
 
-def _is_batch(net: nn.Module, given: str, inputs: Inputs | None) -> bool:
+def _is_batch(net: nn.Module, keyword: str, inputs: Inputs | None) -> bool:
     """Whether several inputs were given to a network that takes one, as a loader's batch has."""
-    count = 0 if inputs is None or given == "input_size" else len(inputs.args)
+    count = 0 if inputs is None or keyword == "input_size" else len(inputs.args)
     return count > 1 and takes(net.forward, 1) and not takes(net.forward, count)
 
 
@@ -253,18 +257,18 @@ def cast_for(net: nn.Module | None, inputs: Inputs, error: BaseException) -> tup
     ('to(torch.float32)', 'the input is float64, and the weights of the network take float32')
     """
     values = (*inputs.args, *inputs.kwargs.values())
-    given = next((value.dtype for value in values if isinstance(value, Tensor)), None)
-    if net is None or given is None or not _ABOUT_DTYPES.search(str(error)):
+    received = next((value.dtype for value in values if isinstance(value, Tensor)), None)
+    if net is None or received is None or not _ABOUT_DTYPES.search(str(error)):
         return None
     for module in net.modules():
-        own = next(module.parameters(recurse=False), None)
-        if own is not None:
+        parameter = next(module.parameters(recurse=False), None)
+        if parameter is not None:
             takes_indices = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            wanted = torch.int64 if takes_indices else own.dtype
-            if given == wanted or wanted.itemsize == 1:
+            wanted = torch.int64 if takes_indices else parameter.dtype
+            if received == wanted or wanted.itemsize == 1:
                 return None
             return f"to({wanted})", (
-                f"the input is {dtype_name(given)}, and the weights of the network take "
+                f"the input is {dtype_name(received)}, and the weights of the network take "
                 f"{dtype_name(wanted)}"
             )
     return None

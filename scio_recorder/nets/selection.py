@@ -121,7 +121,7 @@ def select_layers(
 def by_selector(
     architecture: Architecture,
     recorded: Collection[RowIdx],
-    given: Mapping[Any, _T],
+    entries: Mapping[Any, _T],
     what: str,
     error: type[RecorderError],
 ) -> dict[RowIdx, _T]:
@@ -133,7 +133,7 @@ def by_selector(
         The layers.
     recorded : collection of (int, int)
         The recorded ones.
-    given : mapping
+    entries : mapping
         Selectors -> entries.
     what : str
         The name of the argument, for messages.
@@ -148,13 +148,13 @@ def by_selector(
         A selector matches no layer.
     """
     chosen: dict[RowIdx, _T] = {}
-    for selector, entry in given.items():
-        found = [label for label in select(architecture, [selector]) if label in recorded]
-        if not found:
+    for selector, entry in entries.items():
+        matching = [label for label in select(architecture, [selector]) if label in recorded]
+        if not matching:
             raise error(
                 f"the selector {selector!r} of {what} names no recorded layer: record() it too"
             )
-        for label in found:
+        for label in matching:
             if label in chosen:
                 raise error(
                     f"two entries of {what} match layer {architecture[label]}, the second by "
@@ -162,7 +162,7 @@ def by_selector(
                 )
             chosen[label] = entry
     if not torch.compiler.is_compiling():
-        warn_of_longer_numbers(architecture, given, chosen, recorded)
+        warn_of_longer_numbers(architecture, entries, chosen, recorded)
     return chosen
 
 
@@ -442,11 +442,11 @@ def choose_modules(root: nn.Module, selectors: Sequence[object]) -> dict[str, nn
             raise SelectorTypeError(f"{selector!r}: labels need a Recorder; here write the name")
     unlabelled = _unlabelled(root)
     chosen = select(unlabelled, selectors or [lambda row: not any(row.module.children())])
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for row in map(unlabelled.__getitem__, chosen):
         check_supported(row.module)
-        found[row.name or row.type_name] = root.get_submodule(row.name)
-    return found
+        modules[row.name or row.type_name] = root.get_submodule(row.name)
+    return modules
 
 
 def _unlabelled(root: nn.Module) -> Architecture:
@@ -492,10 +492,10 @@ def _none_ran(architecture: Architecture, selector: object, matching: Sequence[R
 
 def _candidates(architecture: Architecture, selector: Any) -> Iterable[RowIdx]:
     """Return the layers that a selector matches, whether they ran or not."""
-    found, label = architecture.rows_at(selector), label_of(selector)
+    labels, label = architecture.rows_at(selector), label_of(selector)
     is_name = isinstance(selector, str) and selector in architecture.names
-    if found or is_name or isinstance(selector, nn.Module):
-        return found
+    if labels or is_name or isinstance(selector, nn.Module):
+        return labels
     if architecture.means_operation(selector):
         raise LayerNotFoundError(no_such_operation(selector, architecture))
     if isinstance(selector, str) and _GLOB.search(selector):
@@ -522,10 +522,10 @@ def _no_such_module(architecture: Architecture, name: str) -> str:
             f'and not its name, or lambda layer: layer.type_name == "{kind}"'
         )
     hint, function = "", re.split(r"[.:]\d*", name.partition(":")[0])[-1]
-    found = getattr(functional, function, getattr(torch, function, None))
+    of_torch = getattr(functional, function, getattr(torch, function, None))
     # No code calls functions that are not documented, and the end of a name means a module.
     is_module = any(row.name.endswith(f".{function}") for row in rows)
-    if callable(found) and found.__doc__ and not is_module:
+    if callable(of_torch) and of_torch.__doc__ and not is_module:
         hint = f'; calls of the function are operations: record("*/{function}")'
     elif "\\" in name:
         hint = "; a pattern is given compiled, as re.compile(...)"

@@ -80,7 +80,7 @@ def is_sharded(net: nn.Module) -> bool:
     """
     spread = dtensor_type()
     state = [*net.parameters(), *net.buffers()] if spread else []
-    return bool(fsdp_modules(net) or [one for one in state if isinstance(one, spread)])
+    return bool(fsdp_modules(net) or [tensor for tensor in state if isinstance(tensor, spread)])
 
 
 def dtensor_type() -> tuple[type, ...]:
@@ -232,9 +232,9 @@ class Following:
         kind: Any = next(iter(dtensor_type()), None)
         with contextlib.ExitStack() as stack:
             if kind is not None:
-                given = kind.to_local
-                stack.callback(setattr, kind, "to_local", given)
-                kind.to_local = lambda tensor, **how: self._taken(tensor, given(tensor, **how))
+                to_local = kind.to_local
+                stack.callback(setattr, kind, "to_local", to_local)
+                kind.to_local = lambda tensor, **how: self._taken(tensor, to_local(tensor, **how))
             stack.enter_context(hooked(self._net, after=self._end))
             stack.enter_context(
                 private.operations_made_by(lambda mode, *call: self._operate(*call))
@@ -242,10 +242,10 @@ class Following:
             yield
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        shards = [self._find(tensor) for tensor in tensors(output)]
-        found = [shard for shard in shards if shard is not None]
-        known = found[0] if isinstance(output, Tensor) and found else None
-        self.returned.setdefault(module, []).append(known or (_UNKNOWN if found else None))
+        shards = self._shards_of(tensors(output))
+        if shards and not isinstance(output, Tensor):
+            shards = [_UNKNOWN]
+        self.returned.setdefault(module, []).append(shards[0] if shards else None)
 
     def _taken(self, whole: Any, local: Tensor) -> Tensor:
         self._count([whole])
@@ -256,25 +256,30 @@ class Following:
 
     def _operate(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **kwargs or {})
-        given = list(tensors((args, kwargs)))
-        if any(map(is_dtensor, given)):
-            self._count(given)
+        received = list(tensors((args, kwargs)))
+        if any(map(is_dtensor, received)):
+            self._count(received)
             return result
         name = operation.overloadpacket.__name__
         # The target of a copy says nothing.
-        found = [shard for shard in map(self._find, given[name == "copy_" :]) if shard is not None]
+        shards = self._shards_of(received[name == "copy_" :])
         is_collective = operation.namespace in _COLLECTIVES and "wait" not in name
         if is_collective or name.startswith("new_") or name.endswith("_like"):
-            found = []
+            shards = []
         if name in _PRODUCTS and self._find(args[-2]) is not None:
             # The summed dimension is sharded, or there are shards of rows.
-            found = [_UNKNOWN]
+            shards = [_UNKNOWN]
         for tensor in tensors(result):
-            self._note(tensor, _shard_of_result(operation, args, found, tensor) if found else None)
+            shard = _shard_of_result(operation, args, shards, tensor) if shards else None
+            self._note(tensor, shard)
         return result
 
-    def _count(self, given: list[Any]) -> None:
-        sizes = (tensor.device_mesh.size() for tensor in given if is_dtensor(tensor))
+    def _shards_of(self, values: list[Tensor]) -> list[Shard]:
+        """Return what is known of those tensors that are shards."""
+        return [shard for shard in map(self._find, values) if shard is not None]
+
+    def _count(self, received: list[Any]) -> None:
+        sizes = (tensor.device_mesh.size() for tensor in received if is_dtensor(tensor))
         self.num_sharing = max(self.num_sharing, *sizes)
 
     def _find(self, tensor: Tensor) -> Shard | None:
@@ -311,10 +316,10 @@ def _shard_of(tensor: Any) -> Shard | None:
     return Shard(how.dim % tensor.ndim - tensor.ndim, mesh.get_local_rank(at), mesh.size(at))
 
 
-def _shard_of_result(operation: Any, args: Any, found: list[Shard], result: Tensor) -> Shard:
+def _shard_of_result(operation: Any, args: Any, shards: list[Shard], result: Tensor) -> Shard:
     """Return the shard that a result is, from the shards among the arguments."""
-    shard, name = found[0], operation.overloadpacket.__name__
-    if len(set(found)) > 1 or shard.dim is None:
+    shard, name = shards[0], operation.overloadpacket.__name__
+    if len(set(shards)) > 1 or shard.dim is None:
         return _UNKNOWN
     if name == "t" and result.ndim == 2:
         return dataclasses.replace(shard, dim=-3 - shard.dim)

@@ -33,7 +33,7 @@ Postprocessors: TypeAlias = Postprocessor | Sequence[Postprocessor] | Mapping[An
 
 
 def assign(
-    architecture: Architecture, order: Sequence[RowIdx], given: Postprocessors
+    architecture: Architecture, order: Sequence[RowIdx], postprocessors: Postprocessors
 ) -> dict[RowIdx, Postprocessor]:
     """Return the post-processor of each recorded layer that has one.
 
@@ -43,7 +43,7 @@ def assign(
         Resolves the selectors.
     order : sequence of (int, int)
         The recorded layers in the order in which they return.
-    given : callable, sequence or mapping
+    postprocessors : callable, sequence or mapping
         One for all; one for each recorded layer in that order, where surplus ones are ignored; or
         by selector.
 
@@ -64,36 +64,38 @@ def assign(
     >>> assign(None, [(1, 1), (1, 2)], abs)
     {(1, 1): <built-in function abs>, (1, 2): <built-in function abs>}
     """
-    chosen = _chosen(architecture, order, given)
+    chosen = _chosen(architecture, order, postprocessors)
     if not torch.compiler.is_compiling():
         _warn_of_mixed_heads(architecture, chosen)
     return chosen
 
 
 def _chosen(
-    architecture: Architecture, order: Sequence[RowIdx], given: Postprocessors
+    architecture: Architecture, order: Sequence[RowIdx], postprocessors: Postprocessors
 ) -> dict[RowIdx, Postprocessor]:
-    if isinstance(given, Mapping):
-        for selector, function in given.items():
+    if isinstance(postprocessors, Mapping):
+        for selector, function in postprocessors.items():
             check_postprocessor(f"selector {selector!r}", function)
-        return by_selector(architecture, order, given, "activation_postproc", PostprocessorError)
-    if callable(given):
-        check_postprocessor("activation_postproc", given)
-        return dict.fromkeys(order, given)
+        return by_selector(
+            architecture, order, postprocessors, "activation_postproc", PostprocessorError
+        )
+    if callable(postprocessors):
+        check_postprocessor("activation_postproc", postprocessors)
+        return dict.fromkeys(order, postprocessors)
     # A tuple of types, since the compiler of torch 2.9 can't follow a union.
-    if not isinstance(given, (list, tuple)):
+    if not isinstance(postprocessors, (list, tuple)):
         raise PostprocessorError(
-            f"activation_postproc is {given!r}: give a callable for all recorded layers, a list "
-            "with one for each in the order in which they return, or a mapping by selector"
+            f"activation_postproc is {postprocessors!r}: give a callable for all recorded layers, "
+            "a list with one for each in the order in which they return, or a mapping by selector"
         )
-    if len(given) < len(order):
-        missing = few([architecture[label] for label in order[len(given) :]], 3)
+    if len(postprocessors) < len(order):
+        missing = few([architecture[label] for label in order[len(postprocessors) :]], 3)
         raise PostprocessorError(
-            f"activation_postproc has {len(given)} post-processors for {len(order)} recorded "
-            f"layers, so none is left for {missing}: give one for each, in the order in which the "
-            "layers return, or a single callable for all of them"
+            f"activation_postproc has {len(postprocessors)} post-processors for {len(order)} "
+            f"recorded layers, so none is left for {missing}: give one for each, in the order in "
+            "which the layers return, or a single callable for all of them"
         )
-    chosen = dict(zip(order, given, strict=False))
+    chosen = dict(zip(order, postprocessors, strict=False))
     for label, function in chosen.items():
         if isinstance(function, type) or not callable(function):
             check_postprocessor(f"layer {architecture[label]}", function)
@@ -105,7 +107,7 @@ def _warn_of_mixed_heads(
 ) -> None:
     """Warn, once for all layers, if heads are changed behind a projection that has mixed them."""
     mixed = {}
-    heads = {label: one for label, one in chosen.items() if isinstance(one, Heads)}
+    heads = {label: function for label, function in chosen.items() if isinstance(function, Heads)}
     for label, function in heads.items():
         layer = architecture[label]
         if right := _right_place(function, layer, architecture):
@@ -145,7 +147,7 @@ def _is_projection(row: Layer) -> bool:
 
 
 def assign_by_key(
-    keys: Mapping[object, tuple[RowIdx, ...]], given: Mapping[Any, Postprocessor]
+    keys: Mapping[object, tuple[RowIdx, ...]], postprocessors: Mapping[Any, Postprocessor]
 ) -> dict[RowIdx, Postprocessor]:
     """Return the post-processor of each recorded layer that has one, using only dictionaries.
 
@@ -153,7 +155,7 @@ def assign_by_key(
     ----------
     keys : mapping
         Labels and names of recorded layers -> labels.
-    given : mapping
+    postprocessors : mapping
         By label or name.
 
     Returns
@@ -172,7 +174,7 @@ def assign_by_key(
     {(1, 1): <built-in function abs>}
     """
     chosen: dict[RowIdx, Postprocessor] = {}
-    for key, function in given.items():
+    for key, function in postprocessors.items():
         if key not in keys:
             raise PostprocessorError(
                 "under torch.compile, the keys of activation_postproc are labels or qualified "

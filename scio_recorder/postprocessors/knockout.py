@@ -58,9 +58,9 @@ class Knockout:
     heads: int | Iterable[int] | None = None
 
     def __post_init__(self) -> None:
-        for name, given in vars(self).copy().items():
-            if given is not None or name != "heads":
-                object.__setattr__(self, name, integers("Knockout", name, given))
+        for name, value in vars(self).copy().items():
+            if value is not None or name != "heads":
+                object.__setattr__(self, name, integers("Knockout", name, value))
 
     def __call__(self, activation: Any) -> NoReturn:
         """Refuse to act on an activation."""

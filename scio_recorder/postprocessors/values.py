@@ -88,13 +88,13 @@ def integers(owner: str, name: str, value: Any) -> tuple[int, ...]:
     many = list(value) if isinstance(value, Iterable) else [value]
     if not many:
         raise PostprocessorError(f"{owner} was given no {name}, so it would do nothing: name some.")
-    if any(isinstance(one, bool) for one in many):
+    if any(isinstance(position, bool) for position in many):
         # A mask would count as the positions 0 and 1.
         raise PostprocessorError(
             f"{owner} takes positions as {name}, not {describe(value)}; "
             "for a mask, write mask.nonzero().flatten()."
         )
-    return tuple(index(owner, name, one) for one in many)
+    return tuple(index(owner, name, position) for position in many)
 
 
 def refuse_nested(owner: object, activation: Tensor) -> None:
@@ -106,7 +106,7 @@ def refuse_nested(owner: object, activation: Tensor) -> None:
         )
 
 
-def check_postprocessor(owner: str, given: object) -> None:
+def check_postprocessor(owner: str, function: object) -> None:
     """Refuse what can't be called, and a class whose objects are post-processors: one was meant.
 
     Raises
@@ -114,14 +114,14 @@ def check_postprocessor(owner: str, given: object) -> None:
     PostprocessorError
         It is no post-processor.
     """
-    if not callable(given):
+    if not callable(function):
         raise PostprocessorError(
             f"{owner} takes a post-processor, which is callable, Tensor -> Tensor or None, not "
-            f"{describe(given)}."
+            f"{describe(function)}."
         )
     # Other classes are functions like any other.
-    if isinstance(given, type) and any("__call__" in vars(base) for base in given.__mro__):
-        name = given.__name__
+    if isinstance(function, type) and any("__call__" in vars(base) for base in function.__mro__):
+        name = function.__name__
         raise PostprocessorError(
             f"{name} is a class, and a post-processor is an object of it: write {name}(), with its "
             "arguments if it takes any"
@@ -317,8 +317,9 @@ class Replace:
 
     def __post_init__(self) -> None:
         if not tensors(self.activation):
-            given = describe(self.activation)
-            raise PostprocessorError(f"Replace takes a tensor or a structure of them, not {given}.")
+            raise PostprocessorError(
+                f"Replace takes a tensor or a structure of them, not {describe(self.activation)}."
+            )
 
     def __repr__(self) -> str:
         return f"Replace({describe(self.activation)})"
@@ -328,25 +329,27 @@ class Replace:
         if isinstance(activation, Tensor) and isinstance(self.activation, Tensor):
             return self._replace(activation, self.activation)
         leaves, rebuild = take_apart(activation)
-        given, _ = take_apart(self.activation)
-        if len(given) != len(leaves) or type(activation) is not type(self.activation):
+        new_leaves, _ = take_apart(self.activation)
+        if len(new_leaves) != len(leaves) or type(activation) is not type(self.activation):
             raise PostprocessorError(
                 f"{self!r} does not fit the layer, which returns {describe(activation)}. "
                 "Give the whole structure, with the same tensors in it."
             )
-        return rebuild([self._replace(own, new) for own, new in zip(leaves, given, strict=True)])
+        return rebuild(
+            [self._replace(old, new) for old, new in zip(leaves, new_leaves, strict=True)]
+        )
 
-    def _replace(self, own: Any, new: Any) -> Any:
-        if not isinstance(own, Tensor) or not isinstance(new, Tensor):
-            return own
-        if own.shape != new.shape or _kind(own) != _kind(new):
+    def _replace(self, old: Any, new: Any) -> Any:
+        if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+            return old
+        if old.shape != new.shape or _kind(old) != _kind(new):
             raise PostprocessorError(
-                f"Replace has {describe(new)} for what is {describe(own)}. Record the layer on "
+                f"Replace has {describe(new)} for what is {describe(old)}. Record the layer on "
                 "the same number of samples, or write Replace(activation.expand(shape)). Inside "
                 "At and Heads give the same part of it: of heads, "
                 "activation.unflatten(-1, (num_heads, -1))[..., heads, :] with a list of heads."
             )
-        return new.to(own.device, own.dtype, copy=True)
+        return new.to(old.device, old.dtype, copy=True)
 
 
 def _kind(tensor: Tensor) -> str:

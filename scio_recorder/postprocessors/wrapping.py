@@ -40,7 +40,7 @@ class _OnPart(FloatingMap):
     def _put(self, whole: Tensor, where: Any) -> Tensor:
         """Return a tensor with one part changed."""
         refuse_nested(self, whole)
-        where = tuple(one.to(whole.device) if isinstance(one, Tensor) else one for one in where)
+        where = tuple(item.to(whole.device) if isinstance(item, Tensor) else item for item in where)
         try:
             # A copy: post-processors may work in place, and the tensor is the network's own.
             part = whole[where].clone()
@@ -104,18 +104,18 @@ class At(_OnPart):
 
     def __post_init__(self) -> None:
         check_postprocessor("At", self.postprocessor)
-        given = self.index if isinstance(self.index, tuple) else (self.index,)
-        object.__setattr__(self, "index", tuple(_index_item(item) for item in given))
+        items = self.index if isinstance(self.index, tuple) else (self.index,)
+        object.__setattr__(self, "index", tuple(_index_item(item) for item in items))
 
     def __repr__(self) -> str:
-        items = [describe(one) if isinstance(one, Tensor) else repr(one) for one in self.index]
+        items = [describe(item) if isinstance(item, Tensor) else repr(item) for item in self.index]
         return f"At(({', '.join(items)}{',' * (len(items) == 1)}), {self.postprocessor!r})"
 
     def _apply(self, activation: Tensor) -> Tensor:
         return self._put(activation, self.index)
 
     def _check_distinct(self, whole: Tensor, where: Any, part: Tensor) -> None:
-        has_numbers = any(isinstance(one, Tensor) and one.dtype != torch.bool for one in where)
+        has_numbers = any(isinstance(item, Tensor) and item.dtype != torch.bool for item in where)
         # If a position is named twice, autograd would count its gradient twice.
         if not has_numbers or torch.compiler.is_compiling():
             return
@@ -247,15 +247,15 @@ def _index_item(item: Any) -> Any:
     if not isinstance(item, (Tensor, np.ndarray, list, range)):
         return index("At", "index", item)
     try:
-        given = item if isinstance(item, Tensor) else torch.tensor(item, device="cpu")
-        found = given.detach().clone()
+        positions = item if isinstance(item, Tensor) else torch.tensor(item, device="cpu")
+        copy = positions.detach().clone()
     except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(1, device="cpu")
-    if not found.numel():
-        found = found.bool() if found.dtype == torch.bool else found.long()
-    if found.dtype not in (*_INTEGERS, torch.bool):
+        copy = torch.empty(1, device="cpu")
+    if not copy.numel():
+        copy = copy.bool() if copy.dtype == torch.bool else copy.long()
+    if copy.dtype not in (*_INTEGERS, torch.bool):
         raise PostprocessorError(
             f"At can't index with {describe(item)}: give integers, booleans or slices, and a tuple "
             "of these for several dimensions."
         )
-    return found
+    return copy

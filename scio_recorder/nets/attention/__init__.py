@@ -289,8 +289,8 @@ class AttentionReader:
 
     def see(self, operation: SeenOperation) -> SeenAttention | None:
         """Return the attention that an operation completes, None if it completes none."""
-        found = [recognise(operation) for recognise in self._recognisers]
-        return next((seen for seen in found if seen is not None), None)
+        completed = [recognise(operation) for recognise in self._recognisers]
+        return next((seen for seen in completed if seen is not None), None)
 
     def read(self, function: str, inputs: Inputs, output: Any) -> Attention | None:
         """Return the attention that an operation of a single module completes.
@@ -320,9 +320,9 @@ class AttentionRecords(Records):
         outputs: Mapping[RowIdx, Entry] = MappingProxyType({}),
     ) -> None:
         entries: dict[RowIdx, Entry] = {
-            label: own.record(inputs, outputs)
-            for label, own in calls.items()
-            if own.last.label in outputs
+            label: operations.record(inputs, outputs)
+            for label, operations in calls.items()
+            if operations.last.label in outputs
         }
         super().__init__(architecture, entries, "attention")
 

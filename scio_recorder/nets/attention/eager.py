@@ -139,7 +139,7 @@ class Eager(AttentionKind):
         operands = _tensors_of(inputs)
         weights, value = operands[layout.place], operands[1 - layout.place]
         received = [(weights, layout.weights), (value, layout.value), (output, layout.output)]
-        weights, value, output = (_ordered(*one, softmax.shape[:-2]) for one in received)
+        weights, value, output = (_ordered(*part, softmax.shape[:-2]) for part in received)
         softmax = _ordered(softmax, layout.weights, ())
         rows = softmax.shape[:-1]
         if weights.shape[:-1] == rows and output.shape == (*rows, value.shape[-1]):
@@ -195,14 +195,14 @@ class _Follower:
             self._trace(operation, code, operation, is_weights)
             return None
         received = _tensors_of(operation.inputs)
-        traced = [one for one in map(self._find, received) if one is not None]
+        traced = [known for known in map(self._find, received) if known is not None]
         if function in _PRODUCTS and (traced or not any(map(_is_parameter, received))):
-            found = self._completed(operation, received)
+            completed = self._completed(operation, received)
             self._trace(operation, code, None, False)
-            return found
+            return completed
         if not traced:
             return None
-        first = next((one for one in traced if one.softmax is not None), traced[0])
+        first = next((known for known in traced if known.softmax is not None), traced[0])
         is_kept = function in _KEEP_WEIGHTS or (
             function in _SLICES and _begins(operation.output, received[0])
         )
@@ -231,24 +231,26 @@ class _Follower:
 
     def _forget_dead(self) -> None:
         alive = self._traced.items()
-        self._traced = {key: one for key, one in alive if one.tensor() is not None}
+        self._traced = {key: traced for key, traced in alive if traced.tensor() is not None}
 
     def _completed(
         self, operation: SeenOperation, received: Sequence[Tensor]
     ) -> SeenAttention | None:
         """Return the attention that a product completes, or why it is none that can be read."""
-        traced = [self._find(tensor) for tensor in received]
-        own = [one if one and one.code is operation.code else None for one in traced]
-        place = next((at for at, one in enumerate(own) if one and one.softmax), None)
-        weights = None if place is None else own[place]
-        if place is None or weights is None or weights.softmax is None:
+        traced = [
+            (place, known)
+            for place, tensor in enumerate(received)
+            if (known := self._find(tensor)) and known.code is operation.code
+        ]
+        place, weights = next(((at, known) for at, known in traced if known.softmax), (0, None))
+        if weights is None or weights.softmax is None:
             return None
         seen = SeenAttention(self._kind, weights.softmax, operation)
         if not weights.is_weights:
             return seen._replace(
                 refusal=f"what is multiplied is not what {self._kind.function} returned"
             )
-        if sum(one is not None for one in own) > 1:
+        if len(traced) > 1:
             return seen._replace(refusal="the values come out of a product, or a softmax")
         layout = _layout_of(operation, place, received[place].dim())
         if layout is None:
@@ -291,13 +293,14 @@ def _layout_of(operation: SeenOperation, place: int, num_dims: int) -> Layout | 
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    return any(isinstance(one, nn.Parameter) for one in (tensor, private.base_of(tensor)))
+    return any(isinstance(part, nn.Parameter) for part in (tensor, private.base_of(tensor)))
 
 
 def _tensors_of(inputs: Inputs) -> list[Tensor]:
     """Return the tensors that a function received, those in lists too, in their order."""
-    values = [*inputs.args, *inputs.kwargs.values()]
-    parts = [part for one in values for part in (one if isinstance(one, list | tuple) else [one])]
+    parts: list[Any] = []
+    for value in (*inputs.args, *inputs.kwargs.values()):
+        parts += value if isinstance(value, list | tuple) else [value]
     return [part for part in parts if isinstance(part, Tensor)]
 
 
@@ -308,7 +311,7 @@ def _begins(output: Any, tensor: Tensor) -> bool:
     base = private.base_of(tensor)
     if private.base_of(output) is not (tensor if base is None else base):
         return False
-    places = [(one.storage_offset(), one.stride(), one.shape[:-1]) for one in (output, tensor)]
+    places = [(part.storage_offset(), part.stride(), part.shape[:-1]) for part in (output, tensor)]
     return places[0] == places[1]
 
 

@@ -272,14 +272,14 @@ class Attention(ABC):
         """Return the part of some heads of a tensor in which several may share one."""
         return tensor.index_select(-3, heads * tensor.shape[-3] // self._num_heads)
 
-    def _chosen(self, what: str, given: Index, count: int) -> Tensor:
+    def _chosen(self, what: str, index: Index, count: int) -> Tensor:
         """Return indices from 0 on, without a dimension for a single number."""
         every = torch.arange(count, device=self._device)
-        given = list(given) if isinstance(given, tuple | range) else given
+        index = list(index) if isinstance(index, tuple | range) else index
         try:
-            return every if given is None else every[given]
+            return every if index is None else every[index]
         except (IndexError, TypeError) as error:
-            raise ArgumentError(f"there is no {what} {given!r} of {count}: {error}") from None
+            raise ArgumentError(f"there is no {what} {index!r} of {count}: {error}") from None
 
 
 class SeenOperation(NamedTuple):

@@ -26,7 +26,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -66,17 +66,13 @@ _MAX_STEPS = 100_000
 _MAX_PASSES = 8
 _SECONDS = 10.0
 
+# The file and the number of a line of code.
+_CodeLine: TypeAlias = tuple[str, int]
+
 # Other answers: numbers of hits of a mask, whole numbers and others.
 _HITS = (0, 4096, 1, 2, 3)
 _INTEGERS = (0, 100, 1, -1, 2, 3, 4, 5, 6, 7)
 _REALS = (0.0, 1e6, -1e6, 0.5, 1.0, 2.5, 3.0, 4.0)
-
-
-class _CodeLine(NamedTuple):
-    """A line of code."""
-
-    file: str
-    number: int
 
 
 class Question(NamedTuple):
@@ -175,8 +171,8 @@ class Flow(ValueRequests):
 
     def take(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, and note the step."""
-        given = self._note(func, args, kwargs)
-        step, self._is_on_data = len(self.steps), any(tensor in self._data for tensor in given)
+        received = self._note(func, args, kwargs)
+        step, self._is_on_data = len(self.steps), any(tensor in self._data for tensor in received)
         result = func(*args, **kwargs)
         if self._is_on_data and func in HANDING_OUT:
             result = self._answer([result, *other_values(result)])
@@ -186,14 +182,14 @@ class Flow(ValueRequests):
                 self._origins[tensor] = (step, position)
         if self._is_on_data:
             # A function that returns nothing has written to its first argument.
-            self._mark(given[:1] if result is None else made)
+            self._mark(received[:1] if result is None else made)
         return result
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A copy that the net makes of a module shares its hooks.
-        given = self._note(self._numbers.get(id(module), -1), args, kwargs)
+        received = self._note(self._numbers.get(id(module), -1), args, kwargs)
         if module is self._net:
-            self._mark(given)
+            self._mark(received)
 
     def _mark(self, tensors: list[Tensor]) -> None:
         """Note that these tensors depend on the data."""
@@ -202,11 +198,11 @@ class Flow(ValueRequests):
             if self._is_replay and type(tensor) is Tensor and not tensor.dtype.is_floating_point:
                 private.pass_for_traced(tensor)
 
-    def _note(self, called: Any, *given: Any) -> list[Tensor]:
+    def _note(self, called: Any, *received: Any) -> list[Tensor]:
         """Add a step, and return its tensor arguments."""
         if len(self.steps) >= self._max_steps:
             raise _TooLongError
-        parts = _parts(given)
+        parts = _parts(received)
         tensors = [part for part in parts if isinstance(part, Tensor)]
         for tensor in tensors:
             if tensor not in self._origins:
@@ -311,10 +307,10 @@ def check_static_flow(
     except (NotSeparateError, Exception):
         return
     if decides is not None:
-        line = linecache.getline(*decides).strip()
-        where = f"{decides.file}:{decides.number}"
+        file, number = decides
+        line = linecache.getline(file, number).strip()
         raise FlowError(
-            f"the control flow of {type(net).__name__} depends on the data at {where}"
+            f"the control flow of {type(net).__name__} depends on the data at {file}:{number}"
             + (f" ({line})" if line else "")
             + ": on other data other layers may run, and labels would mean other layers. If the "
             "layers that you record run whatever the data, write force_static_flow=False; every "
@@ -368,7 +364,7 @@ def _lines_on_stack() -> Iterator[_CodeLine]:
     for name, line in lines_on_stack():
         is_internal = name.startswith(_TORCH) and not name.startswith(_TORCH_MODULES)
         if not is_internal and name not in _OWN:
-            yield _CodeLine(name, line)
+            yield name, line
 
 
 # -- other answers ---------------------------------------------------------------------------------

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
-from scio_recorder.layer import DepthIdx, Label, Layer, Operation, OperationIdx, shapes_of
+from scio_recorder.layer import DepthIdx, Label, Layer, Operation, shapes_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention import checked_order
-from scio_recorder.nets.attention.kind import SeenAttention
 from scio_recorder.nets.labelling.torchinfo import (
     CallTrace,
     Row,
@@ -95,11 +94,10 @@ def label_net(
     """
     check_supported(net, summary_kwargs.get("device"))
     keywords = _keywords(net, summary_kwargs)
-    further = {name: value for name, value in summary_kwargs.items() if name not in _DEFAULTS}
     # An interruption can come after torch has turned gradients off and before it restores them.
     with preserved_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
         try:
-            inputs = _inputs(net, keywords, further)
+            inputs = _inputs(net, keywords)
         except Exception as error:
             raise LabellingError(failed_run(net, keywords, error)) from error
         labelled = _label(net, keywords, inputs, is_followed=force_static_flow)
@@ -144,35 +142,31 @@ def list_operations(
     ['0/linear:0', '1/relu:0']
     """
     keywords = _keywords(net, summary_kwargs)
-    further = {name: value for name, value in summary_kwargs.items() if name not in _DEFAULTS}
     with preserved_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
-        inputs = _inputs(net, keywords, further)
+        inputs = _inputs(net, keywords)
         labelled = _label(net, keywords, inputs, OperationTrace)
         if labelled.architecture != architecture:
             raise LabellingError(
                 "the layers of the net are not those of its labelling any more, so its operations "
                 "have no labels: construct the Recorder again"
             )
-
-        def attention_in(run: _Labelled) -> dict[OperationIdx, SeenAttention]:
-            assert isinstance(run.trace, OperationTrace)
-            return run.trace.attention()
-
         attention = checked_order(
-            attention_in(labelled),
+            labelled.trace.attention(),
             inputs,
-            lambda other: attention_in(_label(net, keywords, other, OperationTrace)),
+            lambda other: _label(net, keywords, other, OperationTrace).trace.attention(),
         )
-        assert isinstance(labelled.trace, OperationTrace)
-        return labelled.trace.operations(dict(architecture.items()), attention)
+        operations: list[Operation] = labelled.trace.operations(architecture, attention)
+        return operations
 
 
-def _keywords(net: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    known = {name: one for name, one in given.items() if name in _DEFAULTS and one is not None}
-    keywords = _DEFAULTS | known
+def _keywords(net: nn.Module, summary_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    not_none = {name: value for name, value in summary_kwargs.items() if value is not None}
+    keywords = _DEFAULTS | not_none
+    # The net's own.
+    further = {name: value for name, value in summary_kwargs.items() if name not in _DEFAULTS}
     size, data = keywords["input_size"], keywords["input_data"]
     if size is None and data is None:
-        raise MissingInputError(no_input(net, [name for name in given if name not in _DEFAULTS]))
+        raise MissingInputError(no_input(net, [*further]))
     if size is not None and data is not None:
         raise LabellingError("give either input_size= or input_data=, not both")
     if size is not None and not isinstance(size, list | tuple):
@@ -180,12 +174,12 @@ def _keywords(net: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     if keywords["mode"] not in ("eval", "train"):
         raise LabellingError(f'mode={keywords["mode"]!r}: write "eval" or "train"')
     try:
-        return keywords | {"formatting": formatting(keywords)}
+        return keywords | {"formatting": formatting(keywords), "further": further}
     except (ValueError, TypeError) as error:
         raise LabellingError(f"the table can't be made: {error}") from error
 
 
-def _inputs(net: nn.Module, keywords: Mapping[str, Any], further: Mapping[str, Any]) -> Inputs:
+def _inputs(net: nn.Module, keywords: Mapping[str, Any]) -> Inputs:
     """Return what the network is run on."""
     size, data, device = (keywords[name] for name in ("input_size", "input_data", "device"))
     if size is not None:
@@ -195,13 +189,14 @@ def _inputs(net: nn.Module, keywords: Mapping[str, Any], further: Mapping[str, A
             torch.manual_seed(0)
         state = [*net.parameters(), *net.buffers()]
         home = device or (state[0].device if state else torch.device("cpu"))
-        numbers = (one.dtype for one in state if one.is_floating_point() or one.is_complex())
+        dtypes = (tensor.dtype for tensor in state)
+        numbers = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
         # One for each input: there are at most as many inputs as entries of their sizes.
-        dtypes = keywords["dtypes"] or [next(numbers, torch.float)] * len(size)
-        data = random_inputs(size, keywords["batch_dim"], dtypes, home)
+        kinds = keywords["dtypes"] or [next(numbers, torch.float)] * len(size)
+        data = random_inputs(size, keywords["batch_dim"], kinds, home)
     is_mapping = isinstance(data, Mapping)
     args = () if is_mapping else tuple(data) if isinstance(data, list | tuple) else (data,)
-    inputs = Inputs(args, {**(data if is_mapping else {}), **further})
+    inputs = Inputs(args, {**(data if is_mapping else {}), **keywords["further"]})
     return inputs if device is None else map_tensors(lambda tensor: tensor.to(device), inputs)
 
 
@@ -212,7 +207,8 @@ class _Labelled(NamedTuple):
     architecture: Architecture
     asks_for_values: bool
     grad: bool
-    trace: CallTrace
+    # Of the kind that was asked for.
+    trace: Any
 
 
 def _label(
@@ -297,8 +293,8 @@ def _dry_run(
             raise _FailedRunError(error) from error
     rows = trace.labelled_rows()
     size, data = keywords["input_size"], keywords["input_data"]
-    given = inputs.args if data is None else data
-    statistics = Statistics(rows, size or shapes_of(data), given, keywords["formatting"])
+    received = inputs.args if data is None else data
+    statistics = Statistics(rows, size or shapes_of(data), received, keywords["formatting"])
     # For a shared module, its first name.
     first_names = {id(module): name for name, module in net.named_modules()}
     layers = [_layer(row, first_names[id(row.module)]) for row in rows]

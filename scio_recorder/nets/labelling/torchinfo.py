@@ -134,9 +134,9 @@ class Row(LayerInfo):
         try:
             size, element_bytes = LayerInfo.calculate_size(inputs, batch_dim)
         except Exception:
-            found = [leaf for leaf in tensors(inputs) if not leaf.is_nested]
+            leaves = [leaf for leaf in tensors(inputs) if not leaf.is_nested]
             size, element_bytes = (
-                ([*found[0].size()], found[0].element_size()) if found else ([], 0)
+                ([*leaves[0].size()], leaves[0].element_size()) if leaves else ([], 0)
             )
         flat = list(engine.flatten(size))
         # A jagged tensor has a dimension without a single length, and no size includes that.
@@ -154,14 +154,14 @@ class Row(LayerInfo):
 
     def count_new(self, counted: dict[int, tuple[Tensor, int]]) -> None:
         """Count the parameters that are not among some, and add them there by ``id``."""
-        own = {
+        parameters = {
             id(parameter): (parameter, self.get_param_count(self.module, name, parameter)[0])
             for name, parameter in self.module.named_parameters()
         }
-        new = {key: one for key, one in own.items() if key not in counted}
+        new = {key: entry for key, entry in parameters.items() if key not in counted}
         counted |= new
         self.num_new = sum(count for _, count in new.values())
-        self._is_tied = self.is_leaf_layer and len(new) < len(own)
+        self._is_tied = self.is_leaf_layer and len(new) < len(parameters)
 
     # torchinfo finds these in a time exponential in the depth.
     def leftover_params(self) -> int:
@@ -238,7 +238,9 @@ class CallTrace:
                 # TorchScript takes no hooks.
                 self._add(module)
             children = [*module._modules.items()][::-1]
-            waiting += [(name, one, depth + 1, around) for name, one in children if one is not None]
+            waiting += [
+                (name, child, depth + 1, around) for name, child in children if child is not None
+            ]
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Take the calls inside a block."""
@@ -327,17 +329,19 @@ class Statistics(ModelStatistics):
         counted: dict[int, tuple[Tensor, int]] = {}
         for row in (*leaves, *around):
             row.count_new(counted)
-        dense = [one for one in tensors(inputs) if is_dense(one)]
-        super().__init__(rows, input_size, sum(one.nbytes for one in dense), formatting)
-        found = counted.values()
-        self.total_params = sum(number for _, number in found)
-        self.trainable_params = sum(number for one, number in found if one.requires_grad)
-        self.total_param_bytes = sum(number * one.element_size() for one, number in found)
+        dense = [tensor for tensor in tensors(inputs) if is_dense(tensor)]
+        super().__init__(rows, input_size, sum(tensor.nbytes for tensor in dense), formatting)
+        parameters = counted.values()
+        self.total_params = sum(number for _, number in parameters)
+        self.trainable_params = sum(number for tensor, number in parameters if tensor.requires_grad)
+        self.total_param_bytes = sum(
+            number * tensor.element_size() for tensor, number in parameters
+        )
 
     def __repr__(self) -> str:
         # Since Python 3.11, formatting a member of an enumeration gives its name, no longer its
         # value.
-        return _UNITS.sub(lambda found: f"({Units[found[1]].value})", super().__repr__())
+        return _UNITS.sub(lambda unit: f"({Units[unit[1]].value})", super().__repr__())
 
 
 def formatting(keywords: Mapping[str, Any]) -> FormattingOptions:
@@ -360,12 +364,12 @@ def random_inputs(
 def _num_before_fsdp1(module: nn.Module, sizes: dict[int, dict[str, tuple[object, int]]]) -> int:
     counted: dict[object, int] = {}
     flat = loaded(FSDP, "FlatParameter")
-    for one in module.modules():
-        known = sizes.get(id(one), {})
+    for part in module.modules():
+        known = sizes.get(id(part), {})
         counted |= dict(known.values())
         counted |= {
             id(parameter): parameter.nelement()
-            for name, parameter in one.named_parameters(recurse=False)
+            for name, parameter in part.named_parameters(recurse=False)
             if name not in known and not isinstance(parameter, flat)
         }
     return sum(counted.values())
