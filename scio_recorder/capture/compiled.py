@@ -1,4 +1,14 @@
-"""A pass under ``torch.compile``: plain dictionaries, since dynamo must follow all of it."""
+"""A pass under ``torch.compile``: plain dictionaries, since dynamo must follow all of it.
+
+NOTE [Memory of a CUDA graph]
+
+A CUDA graph, as ``mode="reduce-overhead"`` makes, writes what it returns to the same memory in
+every pass, also while somebody holds it, and no version counts. An allocator never gives out memory
+that is held. So one tensor of each pass is held until the next one has ended: if that has the same
+address, the memory is a graph's, and from then on records are copied when a pass ends, before
+another graph can run. So are those of the first passes, until that is known, and all other records
+when they are looked at.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +33,9 @@ _COMPILED = (
 class CompiledPass:
     """The state of one pass while it is traced; records are detached copies."""
 
+    # The streams on which it ran, which can't be asked for while it is traced.
+    streams: tuple[int, ...] = ()
+
     def __init__(
         self, program: Program, posts: dict[RowIdx, Postprocessor] | None, keeps: bool
     ) -> None:
@@ -38,6 +51,7 @@ class CompiledPass:
         self.has_hooks = True
         # Whether copies were taken off a graph.
         self.is_on_graph = False
+        self._has_own_memory = False
 
     def receive(self, index: int, output: Any) -> Any:
         """Take a module's output; return what the network goes on with, None for the same."""
@@ -79,10 +93,26 @@ class CompiledPass:
             self.values[label] = (*self.values.get(label, ()), before)
         return handed
 
+    @property
+    def first_tensor(self) -> Tensor | None:
+        """A tensor of the records; None if there is none, or one without numbers."""
+        tensor = next((part for value in self.values.values() for part in tensors(value)), None)
+        return tensor if tensor is not None and tensor.numel() else None
+
+    def copy_records(self) -> None:
+        """Move the records to memory of their own, see NOTE [Memory of a CUDA graph]."""
+        if not self._has_own_memory:
+            self._has_own_memory = True
+            for label, value in self.values.items():
+                # One after the other, so that there are never two of all.
+                self.values[label] = _copy(value)
+
     def records(self) -> Records:
         """Return copies of the activations; raise as `checked` does."""
+        private.run_on_streams(self.streams, self.copy_records)
         copies = {label: copied(value) for label, value in self.checked().items()}
         records = Records(self.program.architecture, copies)
+        records.streams = self.streams
         records.reasons = dict.fromkeys(self.program.own_code, _COMPILED)
         return records
 
@@ -136,6 +166,35 @@ class CompiledPass:
                 "tuple, list or dict, or in a dataclass that torch.export.register_dataclass "
                 "was told of, record a layer inside it, or call the recorder uncompiled"
             )
+
+
+class GraphMemory:
+    """Finds out whether records of compiled passes lie in memory that every pass writes again."""
+
+    _NUM_LEARNING = 3
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+        self._is_reused = False
+        self._num_passes = 0
+
+    def end(self, current: CompiledPass) -> None:
+        """Take note of a pass that has ended, and copy its records if that may be needed."""
+        current.streams = private.current_streams()
+        before, self._held = self._held, current.first_tensor
+        if before is not None and before is not self._held and self._held is not None:
+            self._is_reused |= _address(before) in (None, _address(self._held))
+        self._num_passes += 1
+        if self._is_reused or self._num_passes <= self._NUM_LEARNING:
+            current.copy_records()
+
+
+def _address(tensor: Tensor) -> int | None:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        # Torch has taken the memory of a graph back.
+        return None
 
 
 def _copy(value: Any) -> Any:

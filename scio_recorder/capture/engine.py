@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from scio_recorder.capture.checkpoint_regions import Rerun, Reruns, is_rerun
-from scio_recorder.capture.compiled import CompiledPass
+from scio_recorder.capture.compiled import CompiledPass, GraphMemory
 from scio_recorder.capture.gradients import GradientHooks, Gradients
 from scio_recorder.capture.hooks import RUNNING, TRACED, Hooks, RunningPass, Site
 from scio_recorder.capture.keeping import Setting, Settings
@@ -118,6 +118,7 @@ class Capture:
         self._latest = _Latest()
         # The latest pass, if it was compiled.
         self._compiled: CompiledPass | None = None
+        self._graph_memory = GraphMemory()
         self._lock = threading.Lock()
         self._is_removed = False
         self._has_warned = False
@@ -430,6 +431,11 @@ class Capture:
                 self._hooks.detach()
             self._hooks.make_last()
 
+    def end_compiled(self) -> None:
+        """Let the records of a compiled pass that has ended outlast what runs from now on."""
+        if self._compiled is not None:
+            self._graph_memory.end(self._compiled)
+
     def hand_on_compiled(self, call: Callable[[], Any], sink: Sink) -> Any:
         """Run a compiled recorder, and hand its records to a sink, so that none are left."""
         if self.program.own_code:
@@ -481,7 +487,14 @@ def warn_of_other_kernels(
 
 
 def refuse_transforms(what: str = "recorded") -> None:
-    """Refuse transforms whose tensors don't outlive the call."""
+    """Refuse transforms whose tensors don't outlive the call, and captures that compute nothing."""
+    if private.is_capturing():
+        raise UnsupportedNetError(
+            f"a CUDA graph is being captured, in which nothing is computed, so that nothing can be "
+            f"{what}, and replays run no hooks: compile the recorder in place of capturing it, as "
+            'in rnet.compile(mode="reduce-overhead"), which makes graphs that record, or capture '
+            "rnet.net"
+        )
     if private.transform_around() is not None:
         raise UnsupportedNetError(
             "inside torch.func transforms (vmap, grad, ...) tensors die with the transform and "

@@ -107,6 +107,8 @@ class Gradients:
         # The layers of which gradients are left out, see NOTE [Gradients that are left out].
         self._left_out: set[RowIdx | None] = set()
         self.starts = CallStarts()
+        # Autograd runs on those of the forward pass.
+        self._streams = private.current_streams()
 
     def attach(
         self,
@@ -155,6 +157,7 @@ class Gradients:
             self._arrived, summed, lambda every: Recorded(every, tuple)
         )
         records = Records(architecture, entries, "gradient")
+        records.streams = self._streams
         records.reasons = {at: CallStarts.LEFT_OUT for at in self._left_out if at is not None}
         return records
 

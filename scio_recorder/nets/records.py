@@ -7,13 +7,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from scio_recorder.errors import LayerNotFoundError, MutationError
 from scio_recorder.layer import RowIdx, describe, few, map_leaves
 from scio_recorder.nets.architecture import Architecture, nearest
+from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import HeldTensor, holder
 from scio_recorder.tensors.properties import dtype_name
+from scio_recorder.tensors.structures import tensors
 
 # Several threads may read the same records for the first time.
 _BUILDING = threading.RLock()
@@ -308,6 +311,8 @@ class Records(LayerMapping[Any]):
         self._what = what
         # Called with a layer whose record was only a reference and turned out to be overwritten.
         self.copy_from_now_on: Callable[[RowIdx], None] | None = None
+        # Those on which the pass ran.
+        self.streams = private.current_streams()
         # Most passes are never read: a function makes the entries at the first look.
         self._entries = entries
 
@@ -318,12 +323,27 @@ class Records(LayerMapping[Any]):
                 self._entries = self._entries()
         return self._entries
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process has other streams.
+        return {**vars(self), "streams": ()}
+
     def peek(self, label: RowIdx) -> Any:
         """Return a record that may refer to memory to which other code writes."""
-        return self._intact(label).peek()
+        return self._once_there(self._intact(label).peek)
 
     def _get(self, label: RowIdx) -> Any:
-        return self._intact(label).read()
+        return self._once_there(self._intact(label).read)
+
+    def _once_there(self, read: Callable[[], Any]) -> Any:
+        if private.current_streams() == self.streams:
+            return read()
+        # On the caller's stream, the numbers might be copied before they are there.
+        value = private.run_on_streams(self.streams, read)
+        for tensor in tensors(value):
+            if tensor.is_cuda:
+                # Its memory must not be used again before what comes here has run.
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return value
 
     def _look(self, label: RowIdx) -> Any:
         # Shapes can be shown even if values were overwritten; nothing is copied for them.

@@ -459,9 +459,12 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
         super().compile(*args, **kwargs)
 
         def run(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                self._capture.prepare_compiled()
-            return call(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return call(*args, **kwargs)
+            self._capture.prepare_compiled()
+            output = call(*args, **kwargs)
+            self._capture.end_compiled()
+            return output
 
         CallWrapper(self, run).put_around()
 

@@ -38,6 +38,7 @@ from scio_recorder.errors import UnsupportedNetError, UnsupportedTorchError, war
 from scio_recorder.interpreter import frame_around, lines_on_stack, running, stack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+T = TypeVar("T")
 
 # The versions of torch that the tests have run with, see docs/versions.md.
 OLDEST, NEWEST = (2, 8), (2, 14)
@@ -346,6 +347,45 @@ def restoring_versions(tensors: Sequence[Tensor]) -> Callable[[], Any]:
 def base_of(tensor: Tensor) -> Tensor | None:
     """Return the base of a view; None for other tensors."""
     return tensor._base if tensor._is_view() else None
+
+
+# -- streams and graphs of GPUs --------------------------------------------------------------------
+
+# Whether this process uses a GPU.
+_is_in_use: Callable[[], bool] = torch.cuda.is_initialized
+# A third of the time of the public way.
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda device: torch.cuda.current_stream(device).cuda_stream,
+)
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, in which nothing is computed."""
+    return _is_in_use() and torch.cuda.is_current_stream_capturing()
+
+
+def current_streams() -> tuple[int, ...]:
+    """Return the addresses of the streams of all GPUs; none if no GPU is in use."""
+    if not _is_in_use():
+        return ()
+    return tuple(map(_raw_stream, range(torch.cuda.device_count())))
+
+
+def run_on_streams(streams: Sequence[int], function: Callable[[], T]) -> T:
+    """Run a function on streams, one for each GPU; the caller's streams wait for its result."""
+    with contextlib.ExitStack() as stack:
+        for device, (address, here) in enumerate(zip(streams, current_streams(), strict=False)):
+            if address != here:
+                caller = torch.cuda.current_stream(device)
+                other = torch.cuda.default_stream(device)
+                if address != other.cuda_stream:
+                    other = torch.cuda.ExternalStream(address, device)  # type: ignore[no-untyped-call]  # in torch
+                # Called in the opposite order.
+                stack.callback(caller.wait_stream, other)
+                stack.enter_context(torch.cuda.stream(other))
+        return function()
 
 
 # -- the surroundings of a call --------------------------------------------------------------------
