@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from scio_recorder import Recorder
 from tests.oracle import freeze, generator_states, scalar_loss, seed_everything, tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from tests.zoo.base import Case
 
@@ -54,6 +56,18 @@ class Mode:
 
 
 MODES = tuple(Mode(training, context) for training in (False, True) for context in CONTEXTS)
+
+
+def run_in_threads(function: Callable[[Any], object], arguments: Iterable[Any]) -> None:
+    """Call a function with each argument on a thread that belongs to the caller's blocks."""
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(function, argument))
+        for argument in arguments
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @contextlib.contextmanager

@@ -160,7 +160,7 @@ def _refuse(capture: Capture, kwargs: Mapping[str, Any]) -> None:
             "a check compares with the bare network, which has no post-processors: leave "
             "activation_postproc= out"
         )
-    if capture.watchers or capture.is_running:
+    if capture.blocks.open or capture.is_running:
         raise ComparisonError(
             "a check runs the network itself, and its runs must not count as passes of a block "
             "around it: leave the block of watch(...) or collecting(...) first"

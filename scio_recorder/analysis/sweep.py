@@ -231,7 +231,7 @@ def _check(capture: Capture, metric: Any) -> None:
             'after record(..., calls="any") a layer stands for any number of calls: record '
             "without calls= to sweep over single calls"
         )
-    if capture.watchers or capture.is_running:
+    if capture.blocks.open or capture.is_running:
         raise ComparisonError(
             "a sweep runs the network itself, and its runs must not count as passes of a block "
             "around it: leave the block of watch(...) or collecting(...) first"

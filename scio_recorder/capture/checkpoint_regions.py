@@ -107,6 +107,8 @@ class Rerun:
     ) -> None:
         self._owner = weakref.ref(owner)
         self._outermost = (outermost,)
+        # Those around the whole pass, which are run again outside of the block that made it.
+        self._around = [weakref.ref(region.kept) for region in private.regions_around()]
         self.posts = posts
         # The graph must hold neither the network, which the program leads to, nor gradients.
         self._program = weakref.ref(program)
@@ -116,7 +118,8 @@ class Rerun:
         """Mark the regions around the return, or the start, of a module's call in the first run."""
         owner = self._owner()
         assert owner is not None, "the hooks that bring calls hold it"
-        for region in _first_runs(self._outermost):
+        around = [region for alive in self._around if (region := alive()) is not None]
+        for region in (*_first_runs(self._outermost), *around):
             mark = owner.on(region)
             if mark is None or mark.rerun is not self:
                 mark = owner.put(region, _Mark(self))

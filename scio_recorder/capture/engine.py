@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from scio_recorder.capture.hooks import RUNNING, TRACED, Hooks, RunningPass, Sit
 from scio_recorder.capture.keeping import Setting, Settings
 from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Program, RecordOptions, Sink
-from scio_recorder.capture.watch import Watcher
+from scio_recorder.capture.watch import Blocks
 from scio_recorder.errors import PostprocessorError, RecorderError, UnsupportedNetError, warn
 from scio_recorder.layer import Layer, OperationIdx, RowIdx
 from scio_recorder.nets.architecture import Architecture
@@ -107,10 +107,8 @@ class Capture:
         self._known: dict[object, Setting] = {}
         # The recorder owns them: they are the user's, and may refer to the recorder.
         self.gradient_hooks: weakref.ref[GradientHooks] | None = None
-        # The recorder's blocks, the innermost last; read copies, since other threads leave theirs.
-        self.watchers: Sequence[Watcher] = ()
-        # Whether a compiled pass has run in one of them, which did not see it.
-        self.has_missed = False
+        # The recorder gives its own.
+        self.blocks = Blocks()
         self._reruns = Reruns()
         self.site = Site(self._reruns, skips_transforms=not self.program.counts_calls)
         sees_inputs = self.options.inputs or bool(self.options.gradients)
@@ -202,13 +200,25 @@ class Capture:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a block wants the records of each pass."""
-        return any(watcher.passes is not None for watcher in tuple(self.watchers))
+        """Whether a block around the caller wants the records of each pass."""
+        return any(block.passes is not None for block in self.blocks.here())
 
     def acting(self, posts: Postprocessors | None) -> Postprocessors | None:
-        """Return the post-processors of a call: its own, or those of the innermost block."""
-        blocks = (watcher.posts for watcher in tuple(self.watchers)[::-1])
-        return next((choice for choice in (posts, *blocks) if choice is not None), None)
+        """Return the post-processors of a call and of the blocks around it."""
+        every = [*(block.posts for block in self.blocks.here()), posts]
+        sources = [source for source in every if source is not None]
+        if len(sources) < 2:
+            return sources[0] if sources else None
+        acting: dict[RowIdx, Postprocessor] = {}
+        for source in sources:
+            assigned = assign(self.architecture, self.program.order, source)
+            for label in acting.keys() & assigned.keys():
+                raise PostprocessorError(
+                    f"two post-processors for {self.architecture[label]}: {acting[label]!r} of a "
+                    f"block, and inside it {assigned[label]!r}. Write one that does both"
+                )
+            acting |= assigned
+        return acting
 
     def run(
         self,
@@ -226,7 +236,7 @@ class Capture:
         With a sink, activations go there at once, whether the pass leaves records or not.
         """
         program = self.program
-        if sink is None and self.watchers:
+        if sink is None and self.blocks.open:
             posts = self.acting(posts)
         is_observed = records_outputs or sink is not None
         is_empty = not (self.recording or program.attention)
@@ -322,9 +332,10 @@ class Capture:
             latest.gradients = current.gradients
             latest.state = CallStates(current.moments, current.posts.functions)
             received = inputs or Records(self.architecture, what="input")
-            for watcher in tuple(self.watchers):
-                if watcher.passes is not None:
-                    watcher.passes.add(activations, received, self.attention)
+            for block in self.blocks.here():
+                # Another thread may leave the block.
+                if (passes := block.passes) is not None:
+                    passes.add(activations, received, self.attention)
 
     def _expect_rerun(self, current: Pass) -> None:
         if self.options.gradients:
@@ -404,8 +415,8 @@ class Capture:
             output = net(*args, **kwargs)
         finally:
             del TRACED[name]
-        if self.watchers:
-            self.has_missed = True
+        if self.blocks.open:
+            self.blocks.has_compiled = True
         if not private.is_exporting():
             self._compiled = current
         elif not torch.compiler.is_dynamo_compiling():

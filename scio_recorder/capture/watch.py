@@ -6,13 +6,22 @@ NOTE [How a call becomes a pass]
 compiled by its own ``compile`` calls the result in place of its hooks and its forward. Inside the
 block, a function that runs a pass around hooks and forward takes that place. Nothing else of the
 network changes: not its class, its forward or its hooks, and no copy or file of it.
+
+NOTE [Whose block a call is in]
+
+A server calls one network for many requests at once, each perhaps in a block of its own. So a block
+belongs to the context that entered it (``contextvars``): to its thread or asyncio task, and to what
+is started with a copy of that context. Other calls go on as without any block. Contexts outlive
+blocks, and a block may be left in another one, so a block is open as long as its recorder says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -22,9 +31,9 @@ from torch import Tensor, nn
 from scio_recorder.capture.around import CallWrapper, RunCall
 from scio_recorder.errors import (
     ArgumentError,
+    FlowError,
     MutationError,
     SelectorTypeError,
-    UnsupportedNetError,
 )
 from scio_recorder.layer import RowIdx
 from scio_recorder.nets.records import Records
@@ -76,6 +85,8 @@ class Passes(Sequence[Records]):
         self._records: deque[Records] = deque(maxlen=limit)
         self._inputs: deque[Records] = deque(maxlen=limit)
         self._attention: deque[Any] = deque(maxlen=limit)
+        # Threads that share a block end passes at once.
+        self._lock = threading.Lock()
 
     @property
     def inputs(self) -> Passes:
@@ -177,51 +188,124 @@ class Passes(Sequence[Records]):
 
     def add(self, records: Records, inputs: Records, attention: Mapping[RowIdx, Any]) -> None:
         """Keep what a pass that has ended leaves, in memory of its own."""
-        every: Any = (self._records, self._inputs, self._attention)
-        for kept, values in zip(every, (records, inputs, attention), strict=True):
+        every: Any = (records, inputs, attention)
+        for values in every:
             for label in values:
                 # A record that was lost in the pass raises when it is read.
                 with contextlib.suppress(MutationError):
                     _ = values[label]
-            kept.append(values)
+        kept: Any = (self._records, self._inputs, self._attention)
+        with self._lock:
+            for each, values in zip(kept, every, strict=True):
+                each.append(values)
 
 
 @dataclass(eq=False)
-class Watcher:
-    """A block: the receiver of its passes, and the post-processors of calls without any."""
-
-    passes: Passes | None
-    posts: Postprocessors | None
-
-
-class WatchedCalls:
-    """Makes each call of a network a pass, by a wrapper around it.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        The network.
-    run : callable
-        ``run(call, args, kwargs)`` runs a pass, or calls the network if that is part of one.
+class Block:
+    """What a block does with the passes in it, until it is left.
 
     Attributes
     ----------
-    were_made : bool
-        Whether there was a call.
+    passes : Passes or None
+        Receives the records of each pass.
+    posts : callable, list, mapping or None
+        The post-processors that act in each pass.
+    collected : CollectedPasses or None
+        Runs the passes, and collects them.
+    num_calls : int
+        The number of calls of the network in it.
+    num_missed : int
+        The number of calls outside of all blocks of the recorder when it was entered.
     """
 
-    def __init__(self, net: nn.Module, run: RunCall) -> None:
-        # A call that dynamo follows is refused, too.
-        self.wrapper = CallWrapper(net, self._make_pass, self._make_pass)
-        self._run = run
-        self.were_made = False
+    passes: Passes | None = None
+    posts: Postprocessors | None = None
+    collected: Any = None
+    num_calls: int = 0
+    num_missed: int = 0
 
-    def _make_pass(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            raise UnsupportedNetError(
-                "the network is compiled inside a block that watches it, and a traced run is not "
-                "a pass: leave it uncompiled there (for generate, disable_compile=True in its "
-                "configuration), or compile the recorder and call that"
+
+# Those of all recorders around a piece of code, the innermost last.
+_BLOCKS: ContextVar[tuple[Block, ...]] = ContextVar("blocks of scio_recorder", default=())
+
+
+class Blocks:
+    """The blocks of one recorder, see NOTE [Whose block a call is in].
+
+    Attributes
+    ----------
+    open : list of Block
+        Those that were entered and not left, in any context.
+    num_missed : int
+        The number of calls of the network outside of all of them.
+    has_compiled : bool
+        Whether a compiled pass has run since the first of them was entered.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[Block] = []
+        self.num_missed = 0
+        self.has_compiled = False
+        self._wrapper: CallWrapper | None = None
+        self._lock = threading.Lock()
+
+    def here(self) -> tuple[Block, ...]:
+        """Return those that the caller is in, the innermost last."""
+        return tuple(block for block in _BLOCKS.get() if block in self.open) if self.open else ()
+
+    def take_call(self) -> bool:
+        """Count a call of the network, and return whether the caller is in a block."""
+        around = self.here()
+        for block in around:
+            block.num_calls += 1
+        self.num_missed += not around
+        return bool(around)
+
+    @contextlib.contextmanager
+    def entered(self, block: Block, net: nn.Module, run: RunCall) -> Iterator[Block]:
+        """Enter a block, and leave it whatever context that happens in.
+
+        Parameters
+        ----------
+        block : Block
+            A new one.
+        net : torch.nn.Module
+            The network, each call of which becomes a pass.
+        run : callable
+            ``run(call, args, kwargs)`` runs a pass if `take_call` allows, or calls the network. It
+            is the same for all blocks.
+        """
+        try:
+            self._open(block, net, run)
+            _BLOCKS.set((*_BLOCKS.get(), block))
+            yield block
+        finally:
+            self._close(block)
+            _BLOCKS.set(tuple(each for each in _BLOCKS.get() if each is not block))
+        if not block.num_calls and self.num_missed > block.num_missed:
+            raise FlowError(
+                "the network was called, but by another thread or task than the one that entered "
+                "the block, to which a block belongs. Enter it where the network is called, or "
+                "start the thread in this context: Thread(target=contextvars.copy_context().run, "
+                "args=(net.generate,), kwargs=...)"
             )
-        self.were_made = True
-        return self._run(call, args, kwargs)
+
+    def _open(self, block: Block, net: nn.Module, run: RunCall) -> None:
+        with self._lock:
+            if self._wrapper is None:
+                # A call that dynamo follows is refused, too.
+                self._wrapper = CallWrapper(net, run, run)
+                self._wrapper.put_around()
+                self.has_compiled = False
+            block.num_missed = self.num_missed
+            self.open.append(block)
+
+    def _close(self, block: Block) -> None:
+        with self._lock:
+            # It may not be there yet if the block was interrupted.
+            self.open[:] = [each for each in self.open if each is not block]
+            if not self.open and self._wrapper is not None:
+                self._wrapper.remove()
+                self._wrapper = None
+        # Contexts that were copied hold blocks for long.
+        block.passes = block.posts = block.collected = None

@@ -11,6 +11,7 @@ import weakref
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from scio_recorder.capture.watch import Passes, WatchedCalls, Watcher, why_not_called
+from scio_recorder.capture.checkpoint_regions import is_rerun
+from scio_recorder.capture.watch import Block, Blocks, Passes, why_not_called
 from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
 from scio_recorder.layer import few
 from scio_recorder.nets.architecture import nearest
@@ -73,10 +75,8 @@ class Collecting(nn.Module):
     architecture: Architecture
     _capture: Capture
     _net: nn.Module
-    _watchers: list[Watcher]
+    _blocks: Blocks
     _gradient_hooks: GradientHooks
-    # The block of `collecting`, if the recorder is in one.
-    _collected: CollectedPasses | None
 
     def _refuse_inside_fsdp(self) -> None:
         if private.is_inside_fsdp(self):
@@ -392,7 +392,8 @@ class Collecting(nn.Module):
         Parameters
         ----------
         activation_postproc : callable, list or mapping, optional
-            As in ``Recorder.forward``, for passes in the block that have none of their own.
+            As in ``Recorder.forward``, for passes in the block. Those of blocks inside each other,
+            and those that a call is given, act together; two for one layer are an error.
         last : int, optional
             Keep the records of this many latest passes. By default all are kept.
 
@@ -430,9 +431,9 @@ class Collecting(nn.Module):
         if not self._capture.program.recording:
             raise SelectorTypeError("nothing to watch: choose layers with record(...) first")
         passes = Passes(last)
-        with self._around(Watcher(passes, activation_postproc)) as calls:
+        with self._around(Block(passes, activation_postproc)) as block:
             yield passes
-        if not calls.were_made:
+        if not block.num_calls:
             why = why_not_called(self._net)
             warn(f"the network was not called in the block of watch: {why}")
 
@@ -496,7 +497,7 @@ class Collecting(nn.Module):
         )
         from scio_recorder.recording.feed import Feed
 
-        if self._collected is not None:
+        if self._runner() is not self._capture:
             raise CollectError(
                 "the recorder is collecting already: leave that block first, or use another "
                 "Recorder of the same network"
@@ -506,49 +507,35 @@ class Collecting(nn.Module):
         collection = Collection(self._capture, Feed(iter(()), asked), is_of_others=True)
         with saying_what_is_durable(asked.store):
             collected = CollectedPasses(collection.open())
-            with collected.block(), self._around(Watcher(None, asked.activation_postproc)):
-                self._collected = collected
-                try:
-                    yield collected
-                finally:
-                    self._collected = None
+            block = Block(posts=asked.activation_postproc, collected=collected)
+            with collected.block(), self._around(block):
+                yield collected
+
+    def _runner(self) -> Any:
+        """Return what runs the passes of the caller: the innermost block that collects, or none."""
+        collected = [block.collected for block in self._blocks.here()]
+        return next((each for each in collected[::-1] if each is not None), self._capture)
 
     @contextlib.contextmanager
-    def _around(self, watcher: Watcher) -> Iterator[WatchedCalls]:
+    def _around(self, block: Block) -> Iterator[Block]:
         """Make each call of the network inside a block a pass of the recorder."""
-        recorder = weakref.ref(self)
-
-        def run(call: Any, args: Any, kwargs: Any) -> Any:
-            owner = recorder()
-            if owner is None or owner._capture.is_running:
-                return call(*args, **kwargs)
-            runner: Any = owner._capture if owner._collected is None else owner._collected
-            return runner.run(call, args, kwargs)
-
         if private.is_compiled(self._net):
             raise UnsupportedNetError(
                 "the network was compiled after it was wrapped, and compiled code ignores hooks: "
                 "watch it uncompiled, or compile the recorder and call that"
             )
-        calls = WatchedCalls(self._net, run)
-        try:
-            calls.wrapper.put_around()
-            self._capture.has_missed &= bool(self._watchers)
-            self._capture.site.local.outside = set()
-            self._watchers.append(watcher)
-            yield calls
-        finally:
-            # It may not be there yet if the block was interrupted.
-            self._watchers[:] = [each for each in self._watchers if each is not watcher]
-            calls.wrapper.remove()
-        if self._capture.has_missed:
+        local = self._capture.site.local
+        run = partial(_run_in_block, weakref.ref(self))
+        with self._blocks.entered(block, self._net, run):
+            local.outside = set()
+            yield block
+        local = self._capture.site.local
+        outside, local.outside = local.outside, set() if self._blocks.here() else None
+        if self._blocks.has_compiled:
             raise UnsupportedNetError(
                 "a compiled recorder was called in the block, which does not see compiled passes: "
                 "call the network there, uncompiled; rnet.collect(...) runs a compiled recorder"
             )
-
-        local = self._capture.site.local
-        outside, local.outside = local.outside, set() if self._watchers else None
         layers = self._capture.program.layers_of(outside or ())
         _warn_of_calls_outside(layers, has_base=hasattr(self._net, "get_base_model"))
 
@@ -969,6 +956,34 @@ class Collecting(nn.Module):
                 hint = f", but a recording has: write rnet.collect(batches).{name}"
             text = f"'Recorder' object has no attribute {name!r}{hint}"
             raise AttributeError(text, name=name, obj=self) from error
+
+
+def _run_in_block(
+    recorder: weakref.ref[Collecting], call: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Run a pass of the network, or call it as without any block."""
+    if torch.compiler.is_compiling():
+        raise UnsupportedNetError(
+            "the network is compiled inside a block that watches it, and a traced run is not a "
+            "pass: leave it uncompiled there (for generate, disable_compile=True in its "
+            "configuration), or compile the recorder and call that"
+        )
+    owner = recorder()
+    # A run again in a backward pass belongs to its pass, whose hooks know it.
+    if owner is None or is_rerun():
+        return call(*args, **kwargs)
+    is_inside = owner._blocks.take_call()
+    if owner._capture.is_running:
+        return call(*args, **kwargs)
+    if is_inside:
+        return owner._runner().run(call, args, kwargs)
+    # What is outside of this task's blocks says nothing about another's on this thread.
+    local = owner._capture.site.local
+    outside, local.outside = local.outside, None
+    try:
+        return call(*args, **kwargs)
+    finally:
+        local.outside = outside
 
 
 def _warn_of_calls_outside(layers: Sequence[Layer], *, has_base: bool) -> None:

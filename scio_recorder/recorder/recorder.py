@@ -15,6 +15,7 @@ from torch import nn
 from scio_recorder.capture.around import CallWrapper
 from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import CopyPolicy, RecordOptions
+from scio_recorder.capture.watch import Blocks
 from scio_recorder.display.outline import Outline, outline, printed, visible
 from scio_recorder.display.page import Outlined
 from scio_recorder.errors import (
@@ -188,13 +189,13 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
         # How to run the network once more, until its operations are listed.
         self._labelling: dict[str, Any] | None = summary_kwargs
         self._operations: list[Operation] | None = None
-        self._watchers, self._collected = [], None
+        self._blocks = Blocks()
         self._gradient_hooks = OrderedDict()
         self._install(Capture(net, architecture))
 
     def _install(self, capture: Capture) -> None:
         capture.gradient_hooks = weakref.ref(self._gradient_hooks)
-        capture.watchers = self._watchers
+        capture.blocks = self._blocks
         self._capture = capture
         self._finalizer = weakref.finalize(self, capture.remove, waits=False)
         self._finalizer.atexit = False
@@ -369,7 +370,7 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
         self._replace_capture(Capture(self._net, self.architecture))
 
     def _replace_capture(self, capture: Capture) -> None:
-        if self._collected is not None:
+        if any(block.collected is not None for block in tuple(self._blocks.open)):
             raise SelectorTypeError(
                 "record(...) can't change the layers while they are collected: leave the block "
                 "of collecting(...) first"
@@ -434,7 +435,7 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
             _refuse_mistaken(self._net, kwargs)
         # Attributes of a module that are modules are found last, which takes a microsecond.
         net: Any = self._modules["_net"]
-        run: Any = (self._capture if self._collected is None else self._collected).run
+        run: Any = (self._runner() if self._blocks.open else self._capture).run
         if private.compiler_around():
             self._capture.refuse_on_operations(self._posts_of(activation_postproc))
             # Dynamo can't follow this call, but would compile the modules inside, whose hooks then
@@ -544,15 +545,15 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # nn.Module
         capture = state.pop("_capture")
-        del state["_finalizer"]
-        state |= {"_watchers": [], "_collected": None, "_labelling": None}
-        state["_gradient_hooks"] = OrderedDict()
+        del state["_finalizer"], state["_blocks"]
+        state |= {"_labelling": None, "_gradient_hooks": OrderedDict()}
         return {**state, "_selection": (capture.program.recording, capture.program.options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         recording, options = state.pop("_selection")
         # A recorder that an earlier version has pickled lacks some.
         state = {"_operations": None, "_labelling": None, "_gradient_hooks": OrderedDict(), **state}
+        state["_blocks"] = Blocks()
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # that of nn.Module
         operations = self._operations or ()
         architecture = self.architecture.with_operations(operations)

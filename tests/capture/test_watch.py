@@ -22,9 +22,12 @@ from scio_recorder.errors import (
     FlowError,
     LayerNotFoundError,
     MutationError,
+    PostprocessorError,
     SelectorTypeError,
     UnsupportedNetError,
 )
+from scio_recorder.postprocessors import Scale
+from tests.harness import run_in_threads
 
 
 class Residual(nn.Module):
@@ -239,9 +242,11 @@ def test_postprocessors_of_the_block_act_in_calls_by_others() -> None:
     act = torch.relu(net.first(x))
     with rnet.watch(activation_postproc={"second": lambda t: t * 0}) as passes:
         assert torch.equal(net(x), x)
-        own = rnet(x, activation_postproc={"second": lambda t: t * 0 + 1})
-    assert torch.equal(own, x + 1)
-    assert all(torch.equal(records["second"], net.second(act)) for records in passes)
+        both = rnet(x, activation_postproc={"first": lambda t: t + 1})
+    assert torch.equal(both, x)
+    after = [act, torch.relu(net.first(x) + 1)]
+    for records, hidden in zip(passes, after, strict=True):
+        assert torch.equal(records["second"], net.second(hidden))
     assert torch.equal(net(x), net.second(act) + x)
 
 
@@ -373,11 +378,7 @@ def test_threads_in_the_block_run_passes_of_their_own() -> None:
     rnet = watched(net, "second")
     inputs = [torch.full((2, 4), float(number)) for number in range(8)]
     with rnet.watch() as passes:
-        threads = [threading.Thread(target=net, args=(x,)) for x in inputs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(net, inputs)
     truth = [net.second(torch.relu(net.first(x))) for x in inputs]
     assert len(passes) == len(truth)
     for expected in truth:
@@ -476,18 +477,43 @@ def test_a_replica_of_the_network_runs_its_own_weights() -> None:
     assert len(passes) == 1
 
 
-def test_of_several_blocks_the_innermost_changes_what_no_call_does() -> None:
+def test_postprocessors_of_nested_blocks_act_together() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    rnet, x = watched(net, "0", "1", "2"), torch.randn(2, 4)
+
+    def by(first: float, second: float, third: float) -> Tensor:
+        hidden = torch.tanh(net[0].forward(x) * first) * second
+        return net[2].forward(hidden) * third
+
+    double: Any = {"0": lambda output: output * 2}
+    with rnet.watch({"1": lambda output: output * 3}) as outer:
+        with rnet.watch(double) as inner:
+            assert torch.equal(net(x), by(2, 3, 1))
+            assert torch.equal(rnet(x, activation_postproc={"2": lambda t: t * 5}), by(2, 3, 5))
+            with rnet.watch():
+                assert torch.equal(net(x), by(2, 3, 1))
+        assert torch.equal(net(x), by(1, 3, 1))
+    assert torch.equal(net(x), by(1, 1, 1))
+    assert (len(outer), len(inner)) == (4, 3)
+    torch.testing.assert_close(inner[1]["2"], by(2, 3, 1))
+
+
+@pytest.mark.parametrize(
+    "again", [Scale(2.0), {"1": Scale(2.0)}, {"*": Scale(2.0)}, [torch.neg, Scale(2.0)]]
+)
+def test_two_postprocessors_for_one_layer_are_refused(again: Any) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    rnet, x = watched(net, "0"), torch.randn(2, 4)
-
-    def by(factor: float) -> Tensor:
-        return torch.tanh(net[0].forward(x) * factor)
-
-    with rnet.watch(lambda output: output * 3):
-        with rnet.watch(lambda output: output * 2):
-            assert torch.equal(net(x), by(2))
-            assert torch.equal(rnet(x, activation_postproc=lambda output: output * 5), by(5))
-        assert torch.equal(net(x), by(3))
+    rnet, x = watched(net, "0", "1"), torch.randn(2, 4)
+    refused = pytest.raises(PostprocessorError, match=r"Tanh.*factor=3.0.*factor=2.0")
+    with rnet.watch({"1": Scale(3.0)}) as passes:
+        with refused:
+            rnet(x, activation_postproc=again)
+        with rnet.watch(again), refused:
+            net(x)
+        with refused, rnet.collecting(activation_postproc=again):
+            net(x)
+        assert torch.equal(net(x), torch.tanh(net[0].forward(x)) * 3)
+    assert len(passes) == 1
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
 import inspect
 import itertools
-from collections.abc import Callable
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder
 from scio_recorder.errors import UnsupportedNetError
+from scio_recorder.postprocessors import Add
 from tests.rotation import one_in
 
 transformers = pytest.importorskip("transformers")
@@ -103,6 +109,61 @@ def test_generate(name: str, way: str) -> None:
         assert records.keys() == truth.keys()
         assert all(torch.equal(first_tensor(records[at]), truth[at]) for at in truth)
     assert torch.equal(run(), text)
+
+
+class Streamer:
+    """What ``generate`` hands tokens to, as to transformers' ``TextIteratorStreamer``."""
+
+    def __init__(self) -> None:
+        self.tokens: queue.Queue[Tensor | None] = queue.Queue()
+
+    def put(self, value: Tensor) -> None:
+        self.tokens.put(value.flatten().clone())
+
+    def end(self) -> None:
+        self.tokens.put(None)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tokens.get, None)
+
+
+def test_requests_that_stream_from_threads_are_steered_apart() -> None:
+    net, prompt = gpt2(), {name: value[1:] for name, value in PROMPT.items()}
+    rnet, options = Recorder(net, input_data=prompt), {"max_new_tokens": 6, "pad_token_id": 0}
+    rnet.record("transformer.h.0")
+    vectors = [*(30 * torch.randn(6, 16)), None, None]
+
+    def by_hand(vector: Tensor | None) -> Tensor:
+        bare = copy.deepcopy(net)
+        if vector is not None:
+            bare.transformer.h[0].register_forward_hook(
+                lambda module, args, output: (
+                    (output[0] + vector, *output[1:])
+                    if isinstance(output, tuple)
+                    else output + vector
+                )
+            )
+        return bare.generate(**prompt, **options, do_sample=False)[0]
+
+    def serve(vector: Tensor | None) -> tuple[Tensor, int]:
+        streamer = Streamer()
+        keywords = {**prompt, **options, "do_sample": False, "streamer": streamer}
+        steering = {"transformer.h.0": Add(vector)} if vector is not None else None
+        with rnet.watch(steering) if steering else contextlib.nullcontext(()) as passes:
+            run = contextvars.copy_context().run
+            thread = threading.Thread(target=run, args=(net.generate,), kwargs=keywords)
+            thread.start()
+            tokens = torch.cat([*streamer])
+            thread.join()
+        return tokens, len(passes)
+
+    expected = [by_hand(vector) for vector in vectors]
+    assert len({tuple(tokens.tolist()) for tokens in expected}) > 3
+    with ThreadPoolExecutor(len(vectors)) as pool:
+        answers = [*pool.map(serve, vectors)]
+    for vector, tokens, (answer, num_passes) in zip(vectors, expected, answers, strict=True):
+        assert torch.equal(answer, tokens)
+        assert num_passes == (0 if vector is None else 6)
 
 
 def test_steering_inside_generate() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import itertools
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from scio_recorder.errors import (
     UnsupportedNetError,
 )
 from scio_recorder.stores import StoreWriter
+from tests.harness import run_in_threads
 
 
 class Net(nn.Module):
@@ -421,11 +421,7 @@ def test_threads_take_turns() -> None:
     rnet = recorder(net)
     inputs = [torch.full((2, 4), float(number)) for number in range(8)]
     with rnet.collecting() as collection:
-        threads = [threading.Thread(target=net, args=(x,)) for x in inputs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(net, inputs)
     recording = collection.recording
     parts = recording["first"].split(2), recording["second"].split(2)
     found = {one[0, 0].item(): (one, other) for one, other in zip(*parts, strict=True)}
