@@ -177,10 +177,10 @@ def _distances(features: Tensor, statistics: CovarianceResult, name: str) -> Ten
     return distances
 
 
-def _check_type(given: object, kind: type, need: str) -> None:
-    if not isinstance(given, kind):
+def _check_type(value: object, kind: type, need: str) -> None:
+    if not isinstance(value, kind):
         raise CollectError(
-            f"{need} for one layer, not a {type(given).__name__}: of a recording, take "
+            f"{need} for one layer, not a {type(value).__name__}: of a recording, take "
             "recording[label], and of several reductions theirs"
         )
 

@@ -103,30 +103,28 @@ def similarity(
     tensor([[1.0000, 0.7124],
             [0.7124, 1.0000]], dtype=torch.float64)
     """
-    for name, one in zip(_NAMES, (recording_a, recording_b), strict=True):
-        if not isinstance(one, Recording):
+    for name, recording in zip(_NAMES, (recording_a, recording_b), strict=True):
+        if not isinstance(recording, Recording):
             raise ComparisonError(
-                f"{name} is of type {type(one).__name__}, but similarity takes recordings: write "
-                "rnet.collect(batches) or open_recording(path)"
+                f"{name} is of type {type(recording).__name__}, but similarity takes recordings: "
+                "write rnet.collect(batches) or open_recording(path)"
             )
     # A recording that is given twice is examined once.
     recordings = [recording_a] if recording_a is recording_b else [recording_a, recording_b]
-    samples = [
-        _samples_of(one, layers, name) for one, name in zip(recordings, _NAMES, strict=False)
-    ]
-    orders = [None, *(_paired_rows(recording_a, one) for one in recordings[1:])]
+    samples = [_samples_of(*side, layers) for side in zip(recordings, _NAMES, strict=False)]
+    orders = [None, *(_paired_rows(recording_a, other) for other in recordings[1:])]
     device = _device([values for side in samples for values in side.values()])
     with undisturbed(device.type):
-        sides = [_features(*given, device) for given in zip(samples, orders, strict=True)]
+        sides = [_features(*side, device) for side in zip(samples, orders, strict=True)]
         values = _values(sides[0], sides[-1]).cpu()
     named = [
-        tuple(one.architecture[label] for label in side)
-        for one, side in zip(recordings, samples, strict=True)
+        tuple(recording.architecture[label] for label in side)
+        for recording, side in zip(recordings, samples, strict=True)
     ]
     notes = [
         f"{layer} of {name} {features.trouble}"
-        for layers_of_one, side, name in zip(named, sides, _NAMES, strict=False)
-        for layer, features in zip(layers_of_one, side, strict=True)
+        for rows, side, name in zip(named, sides, _NAMES, strict=False)
+        for layer, features in zip(rows, side, strict=True)
         if features.trouble
     ]
     return Similarity(values, named[0], named[-1], recording_a.num_rows, tuple(notes))
@@ -180,7 +178,7 @@ class Similarity:
             import pandas as pd
 
         names = ([full_name(layer) for layer in side] for side in (self.layers_a, self.layers_b))
-        rows, columns = (pd.Index(own, name=name) for own, name in zip(names, _NAMES, strict=True))
+        rows, columns = (pd.Index(s, name=name) for s, name in zip(names, _NAMES, strict=True))
         return pd.DataFrame(self.values.numpy(), rows, columns)
 
     def plot(self) -> Figure:
@@ -218,7 +216,7 @@ class Similarity:
         return f"Linear CKA of {sides} over {self.num_rows:,} rows"
 
 
-def _samples_of(recording: Recording, layers: object, name: str) -> dict[RowIdx, Tensor]:
+def _samples_of(recording: Recording, name: str, layers: object) -> dict[RowIdx, Tensor]:
     """Return the values of the layers to be compared."""
     selectors: Sequence[object] = () if layers is None else (layers,)
     if isinstance(layers, list | tuple) and label_of(layers) is None:
@@ -231,20 +229,19 @@ def _samples_of(recording: Recording, layers: object, name: str) -> dict[RowIdx,
 
 def _device(samples: Sequence[Tensor]) -> torch.device:
     """Return the GPU that holds all values, if any; not every device has float64."""
-    found = {values.device for values in samples}
-    is_one = len(found) == 1 and next(iter(found)).type == "cuda"
-    return found.pop() if is_one else torch.device("cpu")
+    first, *others = {values.device for values in samples}
+    return torch.device("cpu") if others or first.type != "cuda" else first
 
 
 def _features(
     samples: Mapping[RowIdx, Tensor], order: Tensor | None, device: torch.device
 ) -> list[_Features]:
-    found = []
+    layers = []
     with progress_bar("reading layers", len(samples)) as advance:
         for values in samples.values():
-            found.append(_Features(values, order, device))
+            layers.append(_Features(values, order, device))
             advance(0, values.nbytes)
-    return found
+    return layers
 
 
 class _Features:
@@ -297,10 +294,10 @@ class _Features:
         chosen: slice | Tensor = slice(rows.start, rows.stop)
         if self._order is not None:
             chosen = self._order[chosen].to(self._samples.device)
-        found = self._samples[chosen].detach()
-        if found.is_complex():
-            found = torch.view_as_real(found.resolve_conj())
-        return found.reshape(len(found), self.width)
+        values = self._samples[chosen].detach()
+        if values.is_complex():
+            values = torch.view_as_real(values.resolve_conj())
+        return values.reshape(len(values), self.width)
 
     def _range_and_mean(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the smallest and the largest value and the mean of each feature."""
@@ -319,9 +316,9 @@ def _values(first: Sequence[_Features], second: Sequence[_Features]) -> Tensor:
     """Return linear CKA of each pair of layers; NaN where one has trouble."""
     layers = [*first] if first is second else [*first, *second]
     pairs = [
-        (one, two)
-        for one, two in combinations_with_replacement(range(len(layers)), 2)
-        if one == two or first is second or one < len(first) <= two
+        (left, right)
+        for left, right in combinations_with_replacement(range(len(layers)), 2)
+        if left == right or first is second or left < len(first) <= right
     ]
     norms_of = _by_rows if _is_cheaper_by_rows(layers, pairs) else _by_features
     norms = norms_of(layers, pairs).triu()
@@ -333,15 +330,15 @@ def _values(first: Sequence[_Features], second: Sequence[_Features]) -> Tensor:
 
 
 def _is_cheaper_by_rows(layers: Sequence[_Features], pairs: _Pairs) -> bool:
-    num_rows, widths = layers[0].num_rows, [one.width for one in layers]
-    products = sum(widths[one] * widths[two] for one, two in pairs)
+    num_rows, widths = layers[0].num_rows, [layer.width for layer in layers]
+    products = sum(widths[left] * widths[right] for left, right in pairs)
     is_cheaper = num_rows * (sum(widths) + len(widths) ** 2) < products
     return is_cheaper or max(widths) > _WIDEST
 
 
 def _by_rows(layers: Sequence[_Features], pairs: _Pairs) -> Tensor:
     """Return the squared norm of each product of two layers, from products of rows."""
-    widest = max(1, *(one.width for one in layers))
+    widest = max(1, *(layer.width for layer in layers))
     step = max(1, min(math.isqrt(_SUMS // len(layers)), _FACTORS // widest))
     blocks = list(combinations_with_replacement(_parts(range(layers[0].num_rows), step), 2))
     norms = torch.zeros(len(layers), len(layers), dtype=torch.float64, device=layers[0].device)
@@ -362,16 +359,16 @@ def _by_features(layers: Sequence[_Features], pairs: _Pairs) -> Tensor:
     """Return the squared norm of each product of two layers, from products of features."""
     norms = torch.zeros(len(layers), len(layers), dtype=torch.float64, device=layers[0].device)
     with progress_bar("comparing layers", len(pairs)) as advance:
-        for one, two in pairs:
-            norms[one, two] = _squared_norm(layers[one], layers[two])
+        for left, right in pairs:
+            norms[left, right] = _squared_norm(layers[left], layers[right])
             advance(0, 0)
     return norms
 
 
-def _squared_norm(one: _Features, two: _Features) -> Tensor:
-    sums = torch.zeros(one.width, two.width, dtype=torch.float64, device=one.device)
-    for rows in _parts(range(one.num_rows), max(1, _FACTORS // max(1, one.width, two.width))):
-        sums.addmm_(one.centred(rows).T, two.centred(rows))
+def _squared_norm(left: _Features, right: _Features) -> Tensor:
+    sums = torch.zeros(left.width, right.width, dtype=torch.float64, device=left.device)
+    for rows in _parts(range(left.num_rows), max(1, _FACTORS // max(1, left.width, right.width))):
+        sums.addmm_(left.centred(rows).T, right.centred(rows))
     return sums.square_().sum()
 
 
@@ -390,18 +387,18 @@ def _paired_rows(first: Recording, second: Recording) -> Tensor | None:
         A row of one is missing from the other, or only one of them has parts of samples.
     """
     if first.has_rows != second.has_rows:
-        kinds = ["parts of samples" if one.has_rows else "samples" for one in (first, second)]
+        kinds = ["parts of samples" if r.has_rows else "samples" for r in (first, second)]
         raise ComparisonError(
             f"the rows of {_NAMES[0]} are {kinds[0]}, those of {_NAMES[1]} are {kinds[1]}: collect "
             "both with the same rows="
         )
-    own, others = _keys(first), _keys(second)
-    if own == others:
+    keys, others = _keys(first), _keys(second)
+    if keys == others:
         return None
-    places, known = {key: place for place, key in enumerate(others)}, set(own)
-    refuse_missing([key for key in own if key not in places], _NAMES[1], f"{_NAMES[0]} has")
+    places, known = {key: place for place, key in enumerate(others)}, set(keys)
+    refuse_missing([key for key in keys if key not in places], _NAMES[1], f"{_NAMES[0]} has")
     refuse_missing([key for key in others if key not in known], _NAMES[0], f"{_NAMES[1]} has")
-    return torch.tensor([places[key] for key in own], device="cpu")
+    return torch.tensor([places[key] for key in keys], device="cpu")
 
 
 def _keys(recording: Recording) -> list[object]:

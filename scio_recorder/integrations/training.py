@@ -89,11 +89,6 @@ class EntropyMeter:
         failures = self._failures.items()
         return [f"there is no entropy of attention in {name}: {error}" for name, error in failures]
 
-    def clear(self) -> None:
-        """Begin the entropies of another step."""
-        self._sums.clear()
-        self._failures.clear()
-
 
 class _Measuring(ObservingMode):
     """Reads the attention in the own code of one call of a module."""
@@ -108,9 +103,9 @@ class _Measuring(ObservingMode):
         """Return what a function receives."""
         return Inputs(tuple(args), dict(kwargs))
 
-    def after(self, function: str, index: int, given: Inputs, output: Any) -> None:
+    def after(self, function: str, index: int, received: Inputs, output: Any) -> None:
         """Hand an operation over."""
-        self.apart(self._meter.measure, self._name, self._reader, function, given, output)
+        self.apart(self._meter.measure, self._name, self._reader, function, received, output)
 
 
 class StepObserver:
@@ -138,9 +133,8 @@ class StepObserver:
         booleans(ArgumentError, gradients=gradients)
         self._gradients = gradients
         self._modules: dict[str, nn.Module] = {}
-        self._running: dict[tuple[bool, str], RunningStatistics] = {}
         self._tracker: Tracker | None = None
-        self._entropies = EntropyMeter()
+        self._begin()
 
     def choose(self, root: nn.Module) -> None:
         """Choose the modules of a run, so that a wrong selector is noticed before its first step.
@@ -168,45 +162,39 @@ class StepObserver:
 
     def leave(self) -> bool:
         """Remove the hooks; return whether there were any."""
-        was_observing = self._tracker is not None
-        if self._tracker is not None:
-            self._tracker.unregister()
-            self._tracker = None
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            tracker.unregister()
         self._entropies.leave()
-        return was_observing
+        return tracker is not None
 
     def finish(self, tell: Callable[[str], object]) -> dict[str, float]:
         """Return the statistics of a step, tell what could not be observed, and begin another."""
-        scalars = self._scalars()
-        for problem in self._problems():
-            tell(problem)
-        self._clear()
-        return scalars
-
-    def _scalars(self) -> dict[str, float]:
-        """Return the statistics so far, by keys such as ``activations_mean/NAME``."""
-        return {
+        # By keys such as ``activations_mean/NAME``.
+        scalars = {
             f"{'gradients' if grad else 'activations'}_{statistic}/{name}": value
             for (grad, name), running in self._running.items()
             for statistic, value in running.scalars().items()
             if statistic in self._statistics and not (grad and statistic in running.OF_STATES)
-        } | self._entropies.scalars()
+        }
+        problems = [] if self._running else [_NO_CALLS]
+        if self._running and ATTENTION_ENTROPY in self._statistics:
+            problems = self._entropies.problems()
+        for problem in problems:
+            tell(problem)
+        scalars |= self._entropies.scalars()
+        self._begin()
+        return scalars
 
-    def _problems(self) -> list[str]:
-        """Return sentences on what could not be observed."""
-        if not self._running:
-            return [_NO_CALLS]
-        return self._entropies.problems() if ATTENTION_ENTROPY in self._statistics else []
-
-    def _clear(self) -> None:
-        """Begin the statistics of another step."""
-        self._running.clear()
-        self._entropies.clear()
+    def _begin(self) -> None:
+        """Begin the statistics of a step."""
+        self._running: dict[tuple[bool, str], RunningStatistics] = {}
+        self._entropies = EntropyMeter()
 
     def end(self) -> None:
         """Leave no trace of a run."""
         self.leave()
-        self._clear()
+        self._begin()
         self._modules = {}
 
     def _take(self, event: Event) -> None:

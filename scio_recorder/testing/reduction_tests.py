@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,11 +164,11 @@ class ReductionTests:
         """Neither is what the caller gave changed, nor the state through it or through a result."""
         for options in self._options():
             reduction, samples = self.make(**options), self.samples()
-            given = samples.clone()
-            reduction.update(given, {"labels": _some_labels()})
-            assert_same(given, samples, "what was given")
+            activation = samples.clone()
+            reduction.update(activation, {"labels": _some_labels()})
+            assert_same(activation, samples, "what was given")
             expected = copy.deepcopy(reduction.compute())
-            given.zero_()
+            activation.zero_()
             assert_same(reduction.compute(), expected, "result after the activation changed")
             _zero(reduction.compute())
             assert_same(reduction.compute(), expected, "result after an earlier one changed")
@@ -278,9 +279,8 @@ class ReductionTests:
             )
             _raised(KeyboardInterrupt, partial(collect, _interrupted(loader[:2])))
             result = collect(loader, resume=True)["0-1"]
-            expected = self.expected_by_class(samples, labels) if options else None
-            expected = expected if options else self.expected(samples)
-            assert_same(result, expected, "resumed result", self.tolerance)
+            wanted = self.expected_by_class(samples, labels) if options else self.expected(samples)
+            assert_same(result, wanted, "resumed result", self.tolerance)
 
     # What they have in common.
 
@@ -327,15 +327,14 @@ class ReductionTests:
             reduction.load_state_dict(state)
         except RecorderError:
             return True
-        uses: list[Callable[[], Any]] = [reduction.compute, reduction.state_dict]
-        if self.checks_states:
-            uses += [lambda: self._update(reduction), reduction.compute]
-            uses += [lambda: reduction.merge(good)] if self.can_merge else []
-        for use in uses:
-            try:
-                use()
-            except RecorderError:
-                return False
+        with suppress(RecorderError):
+            reduction.compute()
+            reduction.state_dict()
+            if self.checks_states:
+                self._update(reduction)
+                reduction.compute()
+                if self.can_merge:
+                    reduction.merge(good)
         return False
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from scio_recorder.tensors import flatten, map_tensors, same_bits, tensors
+from scio_recorder.lowlevel import random_state, restore_random
+from scio_recorder.tensors import map_tensors, same_bits, tensors
 
 State: TypeAlias = dict[str, Any]
 
@@ -58,21 +57,19 @@ def assert_undisturbed(
         ...
     AssertionError: training of '': False for True
     """
-    process, generators = _state_of_process(net), _generators()
+    process, before = _state_of_process(net), _frozen(_state(net))
     if not (args or kwargs):
-        before = _frozen(_state(net) | generators)
         call()
-        _assert_same(_state(net) | _generators(), before)
+        _assert_same(_state(net), before)
+    else:
+        twin = _copied(net)
+        bare = _Run(twin, twin, args, kwargs)
+        restore_random(before["generators"])
+        examined = _Run(net, call, args, kwargs)
         _assert_same(_state_of_process(net), process)
-        return
-    twin = _copied(net)
-    bare = _Run(twin, twin, args, kwargs)
-    _set_generators(generators)
-    examined = _Run(net, call, args, kwargs)
-    _assert_same(_state_of_process(net), process)
-    _assert_same(examined.left, bare.left)
-    # Last, since a change of what they need would make them fail.
-    _assert_same(examined.gradients(), bare.gradients())
+        _assert_same(examined.left, bare.left)
+        # Last, since a change of what they need would make them fail.
+        _assert_same(examined.gradients(), bare.gradients())
     _assert_same(_state_of_process(net), process)
 
 
@@ -94,8 +91,8 @@ def differences(
         if len(actual) != len(expected):
             yield f"{where}: {len(actual)} parts for {len(expected)}"
             return
-        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            yield from differences(one, other, f"{where}[{index}]", tolerance)
+        for index, value in enumerate(expected):
+            yield from differences(actual[index], value, f"{where}[{index}]", tolerance)
     elif inside := tensors(expected):
         yield from differences(tensors(actual), inside, where, tolerance)
     elif isinstance(expected, int | float | str | None) and not _equal(actual, expected):
@@ -154,12 +151,10 @@ class _Run:
 
     def __init__(self, net: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._net, self._inputs = net, list[Tensor]()
-        own_args, own_kwargs = map_tensors(self._prepared, (args, kwargs))
-        self._output = call(*own_args, **own_kwargs)
+        args, kwargs = map_tensors(self._prepared, (args, kwargs))
+        self._output = call(*args, **kwargs)
         inputs = [tensor.detach() for tensor in self._inputs]
-        self.left = _frozen(
-            {"output": self._output, "inputs": inputs} | _state(net) | _generators()
-        )
+        self.left = _frozen({"output": self._output, "inputs": inputs} | _state(net))
 
     def _prepared(self, tensor: Tensor) -> Tensor:
         self._inputs.append(tensor.detach().clone().requires_grad_(tensor.requires_grad))
@@ -178,18 +173,18 @@ class _Run:
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]  # as torch has it
         except RuntimeError as error:
             return {"failure of the backward pass": f"{error:.60}"}
-        found = {f"gradient of {name!r}": value.grad for name, value in parameters.items()}
+        gradients = {f"gradient of {name!r}": value.grad for name, value in parameters.items()}
         for name, parameter in parameters.items():
             parameter.grad = before[name]
-        return _frozen(found | {"gradients of inputs": [leaf.grad for leaf in self._inputs]})
+        return _frozen(gradients | {"gradients of inputs": [leaf.grad for leaf in self._inputs]})
 
 
 def _copied(net: nn.Module) -> nn.Module:
     # In inference mode, parameters would be copied without their gradients.
     with torch.inference_mode(False):
         twin = copy.deepcopy(net)
-        for parameter, own in zip(net.parameters(), twin.parameters(), strict=True):
-            own.grad = None if parameter.grad is None else parameter.grad.clone()
+        for parameter, copied in zip(net.parameters(), twin.parameters(), strict=True):
+            copied.grad = None if parameter.grad is None else parameter.grad.clone()
     return twin
 
 
@@ -202,18 +197,18 @@ def _weighted_sum(tensor: Tensor) -> Tensor:
 
 def _frozen(value: State) -> State:
     """Return a structure with copies of its tensors, which still say whether they had gradients."""
-    leaves, rebuild = flatten(value)
+
+    def copied(leaf: Tensor) -> Tensor:
+        has_gradient = leaf.requires_grad and not leaf.is_inference()
+        return leaf.detach().clone().requires_grad_(has_gradient)
+
     with torch.inference_mode(False), torch.no_grad():
-        copies = [
-            leaf.detach().clone().requires_grad_(leaf.requires_grad and not leaf.is_inference())
-            for leaf in leaves
-        ]
-    frozen: State = rebuild(copies)
+        frozen: State = map_tensors(copied, value)
     return frozen
 
 
 def _state(net: nn.Module) -> State:
-    state: State = {}
+    state: State = {"generators": random_state()}
     for name, module in net.named_modules():
         state[f"training of {name!r}"] = module.training
         state[f"class of {name!r}"] = type(module).__qualname__
@@ -245,22 +240,3 @@ def _state_of_process(net: nn.Module) -> State:
         "default dtype": str(torch.get_default_dtype()),
     }
     return hooks | modes
-
-
-def _generators() -> State:
-    state: State = {
-        "generator of torch": torch.get_rng_state(),
-        "generator of random": random.getstate(),
-        "generator of numpy": np.random.get_state(legacy=False),
-    }
-    if torch.cuda.is_available():
-        state["generators of GPUs"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _set_generators(state: State) -> None:
-    torch.set_rng_state(state["generator of torch"])
-    random.setstate(state["generator of random"])
-    np.random.set_state(state["generator of numpy"])
-    if "generators of GPUs" in state:
-        torch.cuda.set_rng_state_all(state["generators of GPUs"])
