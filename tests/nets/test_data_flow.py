@@ -38,74 +38,27 @@ def build(function: Any) -> Net:
     )
 
 
-def branch_on_sum(net, x):
-    if x.sum() > 0:
-        x = net.a(x)
-    return net.b(x)
-
-
-def branch_on_item(net, x):
-    if x.max().item() > 0:
-        x = net.a(x)
-    return net.b(x)
-
-
-def branch_on_float(net, x):
-    if float(x.mean()) > 0.1:
-        x = net.a(x)
-    return net.b(x)
-
-
-def branch_on_tensor(net, x):
-    total = x.sum()
-    if total:
-        x = net.a(x)
-    return net.b(x)
-
-
-def branch_on_negation(net, x):
-    if not (x > 0).all():
-        x = net.a(x)
-    return net.b(x)
-
-
-def branch_on_second_condition(net, x):
-    if x.dim() == 3:
-        x = net.a(x)
-    elif x.dim() == 2 and x.sum() > 0:
-        x = net.b(x)
-    return x
-
-
-def branch_on_equal(net, x):
-    if torch.equal(x, x.round()):
-        x = net.a(x)
-    return net.b(x)
-
-
-def branch_on_allclose(net, x):
-    if torch.allclose(x, x.round()):
-        x = net.a(x)
-    return net.b(x)
-
-
-def branch_on_number_of_hits(net, x):
-    if x[x > 0].shape[0] > 3:
-        x = net.a(x)
-    return net.b(x)
-
-
-def branch_in_expression(net, x):
-    return net.a(x) if x.mean() > 0 else net.b(x)
-
-
-def branch_on_helper(net, x):
-    def is_small(y):
-        return bool(y.norm() < 1)
-
-    if is_small(x):
-        x = net.a(x)
-    return net.b(x)
+# Networks whose flow depends on data.
+DYNAMIC: dict[str, Any] = {
+    "sum": lambda net, x: net.b(net.a(x) if x.sum() > 0 else x),
+    "item": lambda net, x: net.b(net.a(x) if x.max().item() > 0 else x),
+    "float": lambda net, x: net.b(net.a(x) if float(x.mean()) > 0.1 else x),
+    "negation": lambda net, x: net.b(x if not (x > 0).all() else net.a(x)),
+    "equal": lambda net, x: net.b(net.a(x) if torch.equal(x, x.round()) else x),
+    "allclose": lambda net, x: net.b(net.a(x) if torch.allclose(x, x.round()) else x),
+    "number of hits": lambda net, x: net.b(net.a(x) if x[x > 0].shape[0] > 3 else x),
+    "columns that are hit": lambda net, x: net.b(net.a(x) if x[:, x[0] > 9].shape[1] == 2 else x),
+    "number of values": lambda net, x: net.b(net.a(x) if len(x.round().unique()) == 3 else x),
+    "list": lambda net, x: net.b(net.a(x) if x.tolist()[0][0] > 0.3 else x),
+    "any item of a list": lambda net, x: net.b(net.a(x) if x.tolist()[2][3] > 50 else x),
+    "membership": lambda net, x: net.b(net.a(x) if 0.5 in x else x),
+    "array": lambda net, x: net.b(net.a(x) if np.asarray(x.detach()).max() > 1 else x),
+    "chance": lambda net, x: net.b(net.a(x) if torch.rand(()) < 0.5 else x),
+    "one of two modules": lambda net, x: ((x.sum() > 0 and net.a) or net.b)(x),
+    "module by its number": lambda net, x: (net.a, net.b)[x.argmax() % 2](x),
+    "input": lambda net, x: net.a(x if x.any() else -x),
+    "factor": lambda net, x: net.a(x * 2 if x.any() else x * 3),
+}
 
 
 def loop_until_small(net, x):
@@ -126,42 +79,17 @@ def loop_over_hits(net, x):
     return x
 
 
-def loop_over_counted_hits(net, x):
-    for _ in enumerate(x.sum(0).nonzero()):
-        x = net.a(x)
-    return x
-
-
 def loop_over_list_of_hits(net, x):
     for _ in x.sum(0).nonzero().tolist():
         x = net.a(x)
     return x
 
 
-def loop_in_comprehension(net, x):
-    return sum([net.a(x) for _ in x.sum(0).nonzero()])
-
-
-def branch_on_match(net, x):
-    match x.any().item():
-        case True:
-            return net.a(x)
-    return net.b(x)
-
-
-def branch_after_a_static_condition(net, x):
-    if net.training in (True, False) and x.any():
+def loop_over_positions_of_hits(net, x):
+    rows, _ = torch.where(x > 0)
+    for _ in rows:
         x = net.a(x)
-    return net.b(x)
-
-
-def choice_of_a_module_by_and_or(net, x):
-    return ((x.sum() > 0 and net.a) or net.b)(x)
-
-
-def choice_of_a_module_in_two_lines(net, x):
-    chosen = x.sum() > 0 and net.a
-    return (chosen or net.b)(x)
+    return x
 
 
 def branch_on_a_condition_that_is_asked_twice(net, x):
@@ -170,47 +98,21 @@ def branch_on_a_condition_that_is_asked_twice(net, x):
     return net.b(y) if is_large else x
 
 
-def choice_of_an_input(net, x):
-    return net.a(x if x.any() else -x)
-
-
 def choice_of_an_output(net, x):
     y, z = net.a(x), net.b(x)
     return y if x.any() else z
 
 
-def choice_of_a_module(net, x):
-    return (net.a, net.b)[x.argmax() % 2](x)
-
-
-def choice_of_a_factor(net, x):
-    return net.a(x * 2 if x.any() else x * 3)
-
-
 def branch_on_a_flag_of_before(net, x):
     flag = bool(x.any())
     y = net.a(x)
-    if flag:
-        y = net.b(y)
-    return y
+    return net.b(y) if flag else y
 
 
 def branch_on_a_number_of_before(net, x):
     count = int((x > 0).sum())
     y = net.a(x)
     return net.b(y) if count == 3 else y
-
-
-def branch_on_a_list(net, x):
-    if x.tolist()[0][0] > 0.3:
-        x = net.a(x)
-    return net.b(x)
-
-
-def branch_on_membership(net, x):
-    if 0.5 in x:
-        x = net.a(x)
-    return net.b(x)
 
 
 def branch_before_numpy(net, x):
@@ -232,94 +134,26 @@ def branch_into_numpy(net, x):
     return net.b(x)
 
 
-def branch_on_an_array(net, x):
-    if np.asarray(x.detach()).max() > 1:
-        x = net.a(x)
-    return net.b(x)
+# Networks that ask for values, or look as if they did, and go the same way on all data.
+STATIC: dict[str, Any] = {
+    "hits in arithmetic": lambda net, x: net.a(x) * x[x > 0].shape[0],
+    "hits reshaped": lambda net, x: net.a(x[x > -9].view(-1, 4)),
+    "items in arithmetic": lambda net, x: net.a(x) * x.max().item() + x.min().item(),
+    "floats in arithmetic": lambda net, x: net.a(x) * float(x.max()),
+    "integers in arithmetic": lambda net, x: net.a(x) * int(x.max()),
+    "comparison in arithmetic": lambda net, x: net.a(x) * torch.equal(x, x),
+    "flags in arithmetic": lambda net, x: net.a(x) * bool(x.any()) + (x > 0).all().item(),
+    "cumulative average": lambda net, x: net.norm(net.a(x)),
+    "elementwise": lambda net, x: torch.where(x > 0, net.a(x), net.b(x)),
+    "sample": lambda net, x: net.a(torch.distributions.Normal(x, x.exp()).rsample()),
+    "numpy": lambda net, x: net.a(x) + torch.from_numpy(np.tanh(x.detach().numpy())),
+    "any inputs": lambda net, x, *rest, **named: net.a(x) * (1 + len(rest) + len(named)),
+    # torch itself needs the number of hits to split them; the branch does not.
+    "rank of hits": lambda net, x: net.b(net.a(x) if x[x > 0].chunk(2)[0].dim() == 1 else x),
+}
 
 
-def branch_on_any_item_of_a_list(net, x):
-    if x.tolist()[2][3] > 50:
-        x = net.a(x)
-    return net.b(x)
-
-
-def loop_over_positions_of_hits(net, x):
-    rows, _ = torch.where(x > 0)
-    for _ in rows:
-        x = net.a(x)
-    return x
-
-
-def branch_on_columns_that_are_hit(net, x):
-    if x[:, x[0] > 9].shape[1] == 2:
-        x = net.a(x)
-    return net.b(x)
-
-
-def branch_on_number_of_values(net, x):
-    if len(x.round().unique()) == 3:
-        x = net.a(x)
-    return net.b(x)
-
-
-def branch_on_chance(net, x):
-    if torch.rand(()) < 0.5:
-        x = net.a(x)
-    return net.b(x)
-
-
-def loop_while_all(net, x):
-    while (x > 0).all():
-        x = net.a(x) - 1
-    return x
-
-
-DYNAMIC = (
-    branch_on_sum,
-    branch_on_item,
-    branch_on_float,
-    branch_on_tensor,
-    branch_on_negation,
-    branch_on_second_condition,
-    branch_on_equal,
-    branch_on_allclose,
-    branch_on_number_of_hits,
-    branch_in_expression,
-    branch_on_helper,
-    loop_until_small,
-    loop_as_often_as_data_say,
-    loop_over_hits,
-    loop_over_counted_hits,
-    loop_over_list_of_hits,
-    loop_in_comprehension,
-    branch_on_match,
-    branch_after_a_static_condition,
-    choice_of_a_module_by_and_or,
-    choice_of_a_module_in_two_lines,
-    branch_on_a_condition_that_is_asked_twice,
-    choice_of_an_input,
-    choice_of_an_output,
-    choice_of_a_module,
-    choice_of_a_factor,
-    branch_on_a_flag_of_before,
-    branch_on_a_number_of_before,
-    branch_on_a_list,
-    branch_on_membership,
-    branch_before_numpy,
-    branch_beyond_a_check,
-    branch_into_numpy,
-    branch_on_an_array,
-    branch_on_any_item_of_a_list,
-    loop_over_positions_of_hits,
-    branch_on_columns_that_are_hit,
-    branch_on_number_of_values,
-    branch_on_chance,
-    loop_while_all,
-)
-
-
-def looks_at_shapes(net, x):
+def static_by_shapes(net, x):
     if x.shape[0] > 1 and x.numel() > 3 and len(x) > 2:
         x = net.a(x)
     for _ in range(x.size(1)):
@@ -327,13 +161,13 @@ def looks_at_shapes(net, x):
     return x
 
 
-def branches_on_options(net, x):
+def static_by_options(net, x):
     if net.training or x.dtype is torch.float64 or x.requires_grad:
         return net.a(x)
     return net.b(x)
 
 
-def branches_on_its_own_state(net, x):
+def static_by_its_own_state(net, x):
     if net.flag:
         x = net.a(x)
     for _ in range(int(net.steps)):
@@ -341,7 +175,7 @@ def branches_on_its_own_state(net, x):
     return x
 
 
-def indexes_with_a_mask(net, x):
+def static_mask(net, x):
     y = net.a(x).clone()
     y[y < 0] = 0
     y[x > 0] += x[x > 0]
@@ -349,148 +183,65 @@ def indexes_with_a_mask(net, x):
     return y + x[x > 0].sum() + chosen.mean() + x.nonzero().float().sum()
 
 
-def counts_hits_in_arithmetic(net, x):
-    return net.a(x) * x[x > 0].shape[0]
-
-
-def reshapes_hits(net, x):
-    return net.a(x[x > -9].view(-1, 4))
-
-
-def gathers_rows(net, x):
+def static_rows(net, x):
     rows = torch.where(x[:, 0] > -9)[0]
     return net.a(x).index_add(0, rows, x[rows])
 
 
-def branches_on_the_rank_of_hits(net, x):
-    # torch itself needs the number of hits to split them; the branch does not.
-    if torch.chunk(x[x > 0], 2)[0].dim() == 1:
-        x = net.a(x)
-    return net.b(x)
-
-
-def branches_on_the_rank_of_hits_in_other_words(net, x):
-    split = torch.chunk
-    if split(x[x > 0], 2)[0].dim() == 1:
-        x = net.a(x)
-    return net.b(x)
-
-
-def uses_items_in_arithmetic(net, x):
-    return net.a(x) * x.max().item() + x.min().item()
-
-
-def uses_floats_in_arithmetic(net, x):
-    return net.a(x) * float(x.max())
-
-
-def uses_integers_in_arithmetic(net, x):
-    return net.a(x) * int(x.max())
-
-
-def compares_in_arithmetic(net, x):
-    return net.a(x) * torch.equal(x, x)
-
-
-def normalises_by_cumulative_average(net, x):
-    return net.norm(net.a(x))
-
-
-def checks_its_input(net, x):
+def static_check(net, x):
     assert (x < 99).all()
     if torch.isnan(x).any():
         raise ValueError("not a number")
     return net.a(x)
 
 
-def checks_with_a_message(net, x):
+def static_check_with_a_message(net, x):
     if (x > 99).any():
         raise ValueError(f"up to {x.max()}, on average {x.mean().item()}")
     return net.a(x)
 
 
-def chooses_elementwise(net, x):
-    return torch.where(x > 0, net.a(x), net.b(x))
-
-
-def samples(net, x):
-    return net.a(torch.distributions.Normal(x, x.exp()).rsample())
-
-
-def leaves_torch(net, x):
-    return net.a(x) + torch.from_numpy(np.tanh(x.detach().numpy()))
-
-
-def counts_what_it_made_itself(net, x):
+def static_by_what_it_made_itself(net, x):
     for _ in torch.linspace(0, 1, 3).tolist():
         x = net.a(x)
     return net.b(x) if torch.arange(3).max() > 1 else x
 
 
-def takes_any_inputs(net, x, *rest, **options):
-    return net.a(x) * (1 + len(rest) + len(options))
-
-
-def trims_to_the_longest(net, x):
+def static_up_to_the_longest(net, x):
     longest = int((x > -99).sum(1).max())
     return net.a(x)[:, :longest]
 
 
-def splits_by_lengths(net, x):
+def static_parts_of_lengths(net, x):
     parts = torch.split(x, [int(length) for length in (x.sum(1) * 0 + 1).tolist()])
     return torch.cat([net.a(part) for part in parts])
 
 
-def works_on_hits_only(net, x):
+def static_work_on_hits_only(net, x):
     y, chosen = torch.zeros_like(x), x[:, 0] > -9
     y[chosen] = net.a(x[chosen])
     return net.b(y)
 
 
-def uses_flags_in_arithmetic(net, x):
-    return net.a(x) * bool(x.any()) + (x > 0).all().item()
-
-
-def prints_a_value(net, x):
+def static_print(net, x):
     print(f"{x.sum()}")
     return net.a(x)
 
 
-STATIC = (
-    looks_at_shapes,
-    branches_on_options,
-    branches_on_its_own_state,
-    indexes_with_a_mask,
-    counts_hits_in_arithmetic,
-    reshapes_hits,
-    gathers_rows,
-    branches_on_the_rank_of_hits,
-    branches_on_the_rank_of_hits_in_other_words,
-    uses_items_in_arithmetic,
-    uses_floats_in_arithmetic,
-    uses_integers_in_arithmetic,
-    compares_in_arithmetic,
-    normalises_by_cumulative_average,
-    checks_its_input,
-    checks_with_a_message,
-    chooses_elementwise,
-    samples,
-    leaves_torch,
-    counts_what_it_made_itself,
-    takes_any_inputs,
-    trims_to_the_longest,
-    splits_by_lengths,
-    works_on_hits_only,
-    uses_flags_in_arithmetic,
-    prints_a_value,
-)
+def defined(*beginnings: str) -> dict[str, Any]:
+    """Return the functions of this file whose names begin so."""
+    return {name: value for name, value in globals().items() if name.startswith(beginnings)}
 
 
-def alternating(functions):
+DYNAMIC |= defined("branch_", "choice_", "loop_")
+STATIC |= defined("static_")
+
+
+def alternating(functions: dict[str, Any]) -> list[Any]:
     """Return parameters for a test: functions and modes, by default one mode for each function."""
     return [
-        pytest.param(function, mode, marks=[pytest.mark.campaign] * (number % 2 != at))
-        for number, function in enumerate(functions)
+        pytest.param(function, mode, marks=[pytest.mark.campaign] * (number % 2 != at), id=name)
+        for number, (name, function) in enumerate(functions.items())
         for at, mode in enumerate(["eval", "train"])
     ]
 
@@ -523,7 +274,7 @@ def test_nets_of_the_zoo(case):
 
 
 def test_labelling_refuses_unless_told_otherwise():
-    net = build(branch_on_sum)
+    net = build(DYNAMIC["sum"])
     with pytest.raises(FlowError, match=r"control flow of Net depends on the data"):
         label_net(net, input_data=DATA)
     assert label_net(net, input_data=DATA, force_static_flow=False)[1]["b"].executed
@@ -652,7 +403,7 @@ def test_a_branch_in_a_loop_that_asks_very_often_is_refused():
 
 def test_a_long_pass_is_labelled_and_gives_no_answer(monkeypatch):
     monkeypatch.setattr(data_flow, "_MAX_STEPS", 5)
-    for function in (branch_on_sum, lambda net, x: net.a(x) + 1 + 2 + 3 + 4 + 5 + 6):
+    for function in (DYNAMIC["sum"], lambda net, x: net.a(x) + 1 + 2 + 3 + 4 + 5 + 6):
         _, architecture = label_net(build(function), input_data=DATA)
         assert architecture["a"].executed
 
@@ -675,11 +426,11 @@ def test_what_an_interruption_leaves_of_torchs_modes_does_nothing(monkeypatch):
     def interrupted(self: ValueRequests, *details: object) -> None:
         raise KeyboardInterrupt
 
-    net = build(branch_on_sum)
+    net = build(DYNAMIC["sum"])
     with monkeypatch.context() as patch:
         patch.setattr(ValueRequests, "__exit__", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            Recorder(build(looks_at_shapes), input_data=DATA)
+            Recorder(build(static_by_shapes), input_data=DATA)
         with pytest.raises(KeyboardInterrupt):
             check_static_flow(net, (DATA,), {})
     requests, flow = _get_current_function_mode_stack()
@@ -717,12 +468,12 @@ def test_a_value_that_was_written_to_is_told_anew():
 @pytest.mark.parametrize(
     ("function", "asks"),
     [
-        (looks_at_shapes, False),
+        (static_by_shapes, False),
         (lambda net, x: net.a(x[torch.tensor([0, 1])]), False),
-        (indexes_with_a_mask, True),
-        (uses_items_in_arithmetic, True),
-        (counts_what_it_made_itself, True),
-        (leaves_torch, True),
+        (static_mask, True),
+        (STATIC["items in arithmetic"], True),
+        (static_by_what_it_made_itself, True),
+        (STATIC["numpy"], True),
         (lambda net, x: net.a(x) * x.tolist()[0][0], True),
     ],
 )
