@@ -186,16 +186,6 @@ def test_record_of_what_an_autograd_function_returned_is_on_the_graph(copy: str)
         assert torch.equal(gradient, net.b.weight.sum(0).expand(3, 4))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_scripted_part_beside_recorded_layers_runs() -> None:
-    net = nn.Sequential(linear(), torch.jit.script(nn.ReLU()))
-    rnet = recorder(net, "0")
-    x = torch.randn(3, 4)
-    truth = by_hand(net[0], x)
-    assert torch.equal(rnet(x), truth.relu())
-    assert torch.equal(rnet.activations["0"], truth)
-
-
 def test_extract_through_a_recorder_that_records() -> None:
     inner = recorder(nn.Sequential(linear(), linear()), "0", "1")
     outer = recorder(nn.Sequential(inner, nn.ReLU()), "0._net.0")

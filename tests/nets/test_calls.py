@@ -90,16 +90,6 @@ def test_right_again_after_a_wrong_number_of_calls() -> None:
     assert same_bits(found[1], net.step.forward(once))
 
 
-def test_one_selected_call_of_several_is_counted_too() -> None:
-    """More calls could shift which call a label means, also where only one call is recorded."""
-    net = Repeats(2)
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record(rnet.architecture.labels_of("step")[0])
-    net.times = 3
-    with pytest.raises(FlowError, match="step"):
-        rnet(torch.randn(3, 4))
-
-
 def test_unselected_modules_may_run_as_often_as_they_like() -> None:
     net = Repeats(2)
     rnet = recorder(net, "first")

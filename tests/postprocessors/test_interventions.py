@@ -50,14 +50,6 @@ def test_one_callable_acts_on_every_recorded_layer() -> None:
     assert same_bits(rnet.activations["0"], net[0].forward(x))
 
 
-def test_list_acts_in_call_order() -> None:
-    net = three_layers()
-    rnet = recorder(net, "2", "0", "1")
-    x = torch.randn(3, 4)
-    changes = [double, negate, torch.square]
-    assert same_bits(rnet(x, activation_postproc=changes), by_hand(net, x, *changes))
-
-
 def test_call_order_is_not_the_order_of_registration() -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
         return net.a(net.b(x))

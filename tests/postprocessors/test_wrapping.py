@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder
 from scio_recorder.errors import PostprocessorError
-from scio_recorder.postprocessors import Ablate, Add, At, Clip, Heads, OnInput, Replace, Scale
+from scio_recorder.postprocessors import Ablate, Add, At, Heads, OnInput, Replace, Scale
 from tests.oracle import same_bits
 
 SHAPE = (2, 5, 6)
@@ -217,31 +217,6 @@ def test_they_compile_and_act_in_a_recorder(index: str) -> None:
         assert torch.equal(rnet.activations["inner"], x * 2)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: At(0, 1.0), ["At", "1.0", "Tensor -> Tensor"]),
-        (lambda: At(0.5, abs), ["index", "0.5"]),
-        (lambda: At("all", abs), ["index", "'all'"]),
-        (lambda: At([0.5], abs), ["list", "integers, booleans or slices"]),
-        (lambda: At([0, slice(2)], abs), ["tuple"]),
-        (lambda: At(torch.ones(2), abs), ["float32"]),
-        (lambda: At(torch.ones(2, dtype=torch.uint8), abs), ["uint8"]),
-        (lambda: Heads(3, 1, None), ["Heads", "None"]),
-        (lambda: Heads(3, 3, abs), ["[3]", "num_heads=3"]),
-        (lambda: Heads(3, [0, -3], abs), ["[0, -3]", "once"]),
-        (lambda: Heads(0, [0], abs), ["num_heads=0"]),
-        (lambda: Heads(3, [], abs), ["no heads"]),
-        (lambda: Heads(3, [True, False, False], abs), ["mask", "nonzero"]),
-        (lambda: Heads("12", 0, abs), ["num_heads", "'12'"]),
-    ],
-)
-def test_arguments_that_cannot_work(make: Any, words: list[str]) -> None:
-    with pytest.raises(PostprocessorError) as caught:
-        make()
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
 def test_a_head_is_replaced_by_the_part_of_a_record_that_the_error_names() -> None:
     x, record = torch.randn(2, 5, 6), torch.randn(2, 5, 6)
     for given in (record, record[..., 2:4]):
@@ -283,52 +258,6 @@ def test_a_class_that_makes_an_output_is_a_function_like_any_other() -> None:
     x = torch.rand(1, 3)
     for given in (Negative, [Negative], {"0": Negative}, OnInput(Negative)):
         assert same_bits(rnet(x, activation_postproc=given), -x.tanh())
-
-
-def nested(*lengths: int, features: int = 3) -> Tensor:
-    parts = [torch.randn(length, features) for length in lengths]
-    return torch.nested.nested_tensor(parts, layout=torch.jagged)
-
-
-@pytest.mark.parametrize(
-    ("postprocessor", "given", "words"),
-    [
-        (At(2, abs), torch.ones(2), ["(2,)", "no such part", "out of"]),
-        (At((0, 0, 0), abs), torch.ones(2, 2), ["(2, 2)", "no such part"]),
-        (At([0, 0], abs), torch.ones(2), ["twice"]),
-        (At([0, -2], abs), torch.ones(2), ["twice"]),
-        (At(0, lambda part: part.sum()), torch.ones(2, 3), ["(3,)", "()", "same shape"]),
-        (At(0, lambda part: part.double()), torch.ones(2, 3), ["float32", "float64", "dtype"]),
-        (At(0, lambda part: "text"), torch.ones(2, 3), ["'text'"]),
-        (At(0, Clip(1)), torch.arange(3), ["Clip", "int64"]),
-        (At(0, Scale(1)), (None, "text"), ["At", "tuple"]),
-        (At(0, Replace(torch.ones(2))), torch.ones(2, 3), ["Replace", "(2,)", "(3,)"]),
-        (At(0, Scale(1)), nested(1, 2), ["At", "nested"]),
-        (Heads(4, 0, abs), torch.ones(2, 6), ["(2, 6)", "4 heads"]),
-        (Heads(1, 0, abs), torch.tensor(1.0), ["()", "1 heads"]),
-        (Heads(3, 0, abs), nested(1, 2), ["Heads", "nested", "unbind"]),
-        (Ablate(0, dim=-1), nested(1, 2), ["Ablate", "nested", "unbind"]),
-    ],
-)
-def test_activations_that_do_not_fit(postprocessor: Any, given: Any, words: list[str]) -> None:
-    with pytest.raises(PostprocessorError) as caught:
-        postprocessor(given)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ablate_without_channels_is_everything(dtype: torch.dtype) -> None:
-    x = activation(dtype).requires_grad_()
-    result = Ablate(value=2)(x)
-    assert torch.equal(result, torch.full(SHAPE, 2.0, dtype=dtype))
-    result.sum().backward()
-    assert torch.equal(x.grad, torch.zeros(SHAPE, dtype=dtype))
-    assert torch.equal(Ablate()(torch.tensor(5.0)), torch.tensor(0.0))
-
-
-def test_what_treats_every_number_alike_takes_jagged_tensors() -> None:
-    for part in Ablate(value=1)(nested(2, 4)).unbind():
-        assert torch.equal(part, torch.ones_like(part))
 
 
 @pytest.mark.campaign
