@@ -80,6 +80,8 @@ class Batch:
     is_reduced: bool = field(default=False, init=False)
     # Sums of squares of rounding errors, and of all values, by layer.
     rounding: dict[RowIdx, tuple[float, float]] = field(default_factory=dict, init=False)
+    # What `by` of reductions gives, by the id of the function: each layer asks for the same.
+    labels: dict[int, Any] = field(default_factory=dict, init=False)
     # What reductions receive once the pass has succeeded.
     waiting: dict[RowIdx, Tensor] = field(default_factory=dict, init=False)
 
@@ -300,8 +302,9 @@ class ReduceSink(LayerSink):
         """Hand rows of the layer to the reductions."""
         for reduction in self.reductions:
             is_ours = isinstance(reduction, SampleReduction)
-            is_in_part = is_ours and not batch.rows.are_whole_batch
-            options = {"to_rows": batch.rows.labels} if is_in_part else {}
+            options: dict[str, Any] = {"known": batch.labels} if is_ours else {}
+            if is_ours and not batch.rows.are_whole_batch:
+                options["to_rows"] = batch.rows.labels
             was_reduced, batch.is_reduced = batch.is_reduced, True
             try:
                 self.options.run_aside(reduction.update, kept, batch.loaded, **options)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -175,8 +176,9 @@ def num_true(flags: Tensor, dim: int | None = None) -> Tensor:
 
 def portions(samples: Tensor) -> Iterator[Tensor]:
     """Cut samples [batch, ...] so that temporaries stay small beside a large batch."""
-    per_sample = max(1, samples[0].numel())
-    return iter(torch.split(samples, max(64, 2**20 // per_sample)))
+    per_sample = max(1, math.prod(samples.shape[1:]))
+    values = 2**20 if samples.device.type == "cpu" else 2**23
+    return iter(torch.split(samples, max(64, values // per_sample)))
 
 
 def join_means(count: Any, mean: Any, other_count: Any, other_mean: Any) -> tuple[Any, Any]:
@@ -206,36 +208,68 @@ def join_means(count: Any, mean: Any, other_count: Any, other_mean: Any) -> tupl
     return joined, (other_mean - mean) * (count * share) ** 0.5
 
 
-def labels_of(by: By, batch: object, count: int, to_rows: By | None = None) -> list[Label]:
-    """Return the labels of a batch of `count` samples, converted to Python values.
+class Labels:
+    """The labels of a batch's samples, which the layers of the batch share.
 
-    If the labels that ``by`` returned are not those of the samples, ``to_rows`` converts them.
+    Parameters
+    ----------
+    by : callable
+        A function of the batch.
+    batch : any
+        The batch.
+    count : int
+        The number of samples, for messages.
+    to_rows : callable, optional
+        Converts what it returned to the labels of the samples, if these are something else.
+
+    Examples
+    --------
+    >>> labels = Labels(lambda batch: batch, ["a", "b", "a"], 3)
+    >>> labels.places(torch.device("cpu"))
+    {'a': tensor([0, 2]), 'b': tensor([1])}
     """
-    if batch is None:
-        raise CollectError(
-            "A reduction with by= needs the batch to read labels from; write update(activation, "
-            "batch)."
-        )
-    try:
-        result = by(batch)
-    except Exception as error:
-        raise raised_by("by=", error) from error
-    # Tensors and NumPy arrays convert as a whole much faster than element by element.
-    values = result.tolist() if hasattr(result, "tolist") else result
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise CollectError(
-            f"by= returned {type(result).__name__}, which is not a sequence of labels; return one "
-            f"label for each of {counted(count, 'sample')}."
-        )
-    values = values if to_rows is None else to_rows(values)
-    labels = [_plain(value) for value in values]
-    if len(labels) != count:
-        raise CollectError(
-            f"by= returned {counted(len(labels), 'label')} for an activation of "
-            f"{counted(count, 'sample')}; "
-            "return one label for each sample (dimension 0)."
-        )
-    return labels
+
+    def __init__(self, by: By, batch: object, count: int, to_rows: By | None = None) -> None:
+        if batch is None:
+            raise CollectError(
+                "A reduction with by= needs the batch to read labels from; write "
+                "update(activation, batch)."
+            )
+        try:
+            result = by(batch)
+        except Exception as error:
+            raise raised_by("by=", error) from error
+        # Tensors and NumPy arrays convert as a whole much faster than element by element.
+        values = result.tolist() if hasattr(result, "tolist") else result
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise CollectError(
+                f"by= returned {type(result).__name__}, which is not a sequence of labels; return "
+                f"one label for each of {counted(count, 'sample')}."
+            )
+        values = values if to_rows is None else to_rows(values)
+        # Converted to plain values.
+        self.each = [_plain(value) for value in values]
+        self._places: dict[torch.device, dict[Label, Tensor]] = {}
+
+    def check(self, count: int) -> None:
+        """Refuse another number of samples."""
+        if len(self.each) != count:
+            raise CollectError(
+                f"by= returned {counted(len(self.each), 'label')} for an activation of "
+                f"{counted(count, 'sample')}; return one label for each sample (dimension 0)."
+            )
+
+    def places(self, device: torch.device) -> dict[Label, Tensor]:
+        """Return where the samples of each label are, as indices on a device."""
+        if device not in self._places:
+            places: dict[Label, list[int]] = {}
+            for place, label in enumerate(self.each):
+                places.setdefault(label, []).append(place)
+            # An accelerator is waited for once.
+            order = torch.tensor([*itertools.chain(*places.values())], device=device)
+            parts = torch.split(order, [len(each) for each in places.values()])
+            self._places[device] = dict(zip(places, parts, strict=True))
+        return self._places[device]
 
 
 def _plain(value: Any) -> Label:
@@ -344,7 +378,14 @@ class SampleReduction(Reduction):
 
     # Methods that a user calls.
 
-    def update(self, activation: Tensor, batch: Any = None, *, to_rows: By | None = None) -> None:
+    def update(
+        self,
+        activation: Tensor,
+        batch: Any = None,
+        *,
+        to_rows: By | None = None,
+        known: dict[int, Labels] | None = None,
+    ) -> None:
         """Add an activation [batch, ...] and, for ``by``, the batch that it came from.
 
         Parameters
@@ -355,11 +396,19 @@ class SampleReduction(Reduction):
             The loader's batch, which holds the labels for ``by``.
         to_rows : callable, optional
             Converts the labels of ``by`` to one label for each entry of dimension 0.
+        known : dict, optional
+            The labels of this batch, by the id of the function that gave them, which are added.
         """
         self._check(activation)
         with undisturbed(activation.device.type):
             samples = with_float64(without_lazy_sign(gathered(activation))).detach()
-            labels = None if self._by is None else labels_of(self._by, batch, len(samples), to_rows)
+            labels = None
+            if self._by is not None:
+                known = {} if known is None else known
+                if id(self._by) not in known:
+                    known[id(self._by)] = Labels(self._by, batch, len(samples), to_rows)
+                labels = known[id(self._by)]
+                labels.check(len(samples))
             if self._is_empty(samples):
                 return
             self._accept(samples)
@@ -537,18 +586,16 @@ class SampleReduction(Reduction):
     def _accept(self, samples: Tensor) -> None:
         self._agree(self._sample_shape(samples))
         dtype = working_dtype(samples.dtype)
-        self._dtype = dtype if self._dtype is None else torch.promote_types(self._dtype, dtype)
+        if dtype != self._dtype:
+            self._dtype = torch.promote_types(self._dtype or dtype, dtype)
         if self._device() not in (None, samples.device):
             self._place(samples.device)
 
-    def _refuse_nan(self, samples: Tensor, fault: str) -> None:
-        # A sum is NaN if any value is, and takes a fraction of the time.
-        if samples.sum().isnan() and (is_nan := samples.isnan()).any():
-            count = f"{int(is_nan.sum())} nan among {samples.numel()} values"
-            raise CollectError(
-                f"{self!r} was given {count}, which {fault}; "
-                "replace or drop them with transform=, for example torch.nan_to_num."
-            )
+    def _refuse_nan(self, what: str) -> NoReturn:
+        raise CollectError(
+            f"{self!r} was given {what}; replace or drop them with transform=, for example "
+            "torch.nan_to_num."
+        )
 
     def _agree(self, shape: tuple[int, ...] | None) -> None:
         if self._shape is not None and shape != self._shape:
@@ -568,13 +615,9 @@ class SampleReduction(Reduction):
             self._members[label] = member
         return self._members[label]
 
-    def _add_labelled(self, samples: Tensor, labels: list[Label]) -> None:
-        positions: dict[Label, list[int]] = {}
-        for position, label in enumerate(labels):
-            positions.setdefault(label, []).append(position)
-        for label, chosen in positions.items():
-            part = samples[torch.tensor(chosen, device=samples.device)]
-            self._member(label).update(part)
+    def _add_labelled(self, samples: Tensor, labels: Labels) -> None:
+        for label, places in labels.places(samples.device).items():
+            self._member(label).update(samples[places])
 
     def _labelled_result(self) -> Any:
         return {label: self._members[label].compute() for label in in_order(self._members)}

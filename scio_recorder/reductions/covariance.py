@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import By, Label, RowReduction, in_order, join_means
+from scio_recorder.reductions.base import By, Label, Labels, RowReduction, in_order, join_means
 from scio_recorder.tensors.arithmetic import float32_products_are_exact
 
 # The number of rows multiplied at once: enough that the overhead of a block is small, few enough
 # that the block stays in the cache.
 _FEWEST_ROWS, _BLOCK_VALUES = 1024, 2**19
-# A block's mean is guessed from so many.
+# A block's mean is guessed from so many, and so many differences of means wait for their product.
 _FEW_ROWS = 32
 # Below this number of features a product costs little.
 _NARROW = 64
@@ -161,14 +161,19 @@ class Covariance(RowReduction):
     def reset(self) -> None:
         """Forget all data."""
         super().reset()
-        # The class of each row that waits in the buffer, or is about to.
+        # The class of each row that waits in the buffer, or is about to, in host memory.
         self._codes: list[Tensor] = []
+        # Rows by which means have moved apart, whose product is a part of the scatter.
+        self._apart: list[Tensor] = []
 
     def _add(self, samples: Tensor) -> None:
         # Without by=, all rows are of one class, whose label is never shown.
-        self._add_labelled(samples, [""])
+        self._add_rows_of(samples, [""])
 
-    def _add_labelled(self, samples: Tensor, labels: list[Label]) -> None:
+    def _add_labelled(self, samples: Tensor, labels: Labels) -> None:
+        self._add_rows_of(samples, labels.each)
+
+    def _add_rows_of(self, samples: Tensor, labels: list[Label]) -> None:
         rows = self._rows_of(samples)
         width = rows.shape[1]
         if self._scatter is None:
@@ -177,7 +182,7 @@ class Covariance(RowReduction):
             self._counts = self._scatter[:0, 0].long()
         codes = self._encode(labels)
         if self._by is not None:
-            self._codes.append(codes.to(rows.device).repeat_interleave(len(rows) // len(labels)))
+            self._codes.append(codes.repeat_interleave(len(rows) // len(labels)))
         self._add_rows(rows, max(_FEWEST_ROWS, _BLOCK_VALUES // max(_NARROW, width)))
 
     def _encode(self, labels: list[Label]) -> Tensor:
@@ -210,7 +215,19 @@ class Covariance(RowReduction):
             self._counts[codes, None].double(), self._means[codes], counts[:, None].double(), means
         )
         self._counts[codes] += counts
-        _add_product(self._scatter, apart)
+        # One product of many rows takes the time of a product of one.
+        self._apart.append(apart)
+        if sum(map(len, self._apart)) >= _FEW_ROWS:
+            self._add_apart()
+
+    def _add_apart(self) -> None:
+        apart, self._apart = self._apart, []
+        if apart:
+            _add_product(self._scatter, torch.cat(apart))
+
+    def _add_waiting(self) -> None:
+        super()._add_waiting()
+        self._add_apart()
 
     def _join(self, labels: list[Label], counts: Tensor, means: Tensor, scatter: Tensor) -> None:
         self._scatter += scatter
@@ -250,7 +267,9 @@ def _centre_by_class(rows: Tensor, codes: Tensor | None) -> tuple[Tensor, Tensor
         rows -= means
         only = torch.zeros(1, dtype=torch.int64, device=rows.device)
         return only, only + len(rows), means
-    present, index, counts = torch.unique(codes, return_inverse=True, return_counts=True)
+    parts = torch.unique(codes, return_inverse=True, return_counts=True)
+    # Counted in host memory, an accelerator is not waited for.
+    present, index, counts = (part.to(rows.device, non_blocking=True) for part in parts)
     sums = rows.new_zeros(len(present), rows.shape[1]).index_add_(0, index, rows)
     means = sums / counts.unsqueeze(1)
     rows -= means[index]
@@ -263,10 +282,6 @@ def _add_product(total: Tensor, rows: Tensor) -> None:
     Working strip by strip leaves out most of the redundant half, which pays for the float64 sum.
     """
     width = rows.shape[1]
-    if len(rows) == 1:
-        # For a single row, strips cost more than the redundant half.
-        total.addmm_(rows.double().T, rows.double())
-        return
     # With few features the product is a small part of the work: float64 costs little there, and
     # tolerates single values that dwarf all others.
     if width < _NARROW or not float32_products_are_exact(rows.device):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
-from scio_recorder.reductions.base import By, Label, RowReduction, SampleReduction
+from scio_recorder.reductions.base import By, Label, RowReduction, SampleReduction, working_dtype
 from scio_recorder.tensors.arguments import whole
 
-# Values handled at once: their temporaries stay in the cache, and in memory that is not given back.
-_PORTION = 2**15
+# Values handled at once: on a CPU, temporaries stay in the cache, and in memory that is not given
+# back. An accelerator takes about as long for few values as for many.
+_PORTION = {"cpu": 2**15}
+_OTHER_PORTION = 2**22
+# Counters of each bin on an accelerator, whose threads wait for each other at a single one.
+_LANES = 2**10
 
 
 class Bins:
@@ -32,58 +35,83 @@ class Bins:
 
     Examples
     --------
-    >>> Bins(0.0, 1.0, 2).tally(torch.tensor([-1.0, 0.5, 1.0, 2.0]))
-    tensor([1, 0, 2, 1])
+    >>> Bins(0.0, 1.0, 2).tally(torch.tensor([-1.0, 0.5, 1.0, 2.0, torch.nan]))
+    tensor([1, 0, 2, 1, 1])
     """
 
     def __init__(self, low: float, high: float, count: int) -> None:
-        self._count, self._low = count, low
+        self.range, self._count = (low, high), count
         # A range may be wider than the largest float.
         self._scale = 1.0 if math.isfinite(high - low) else 2.0
         ends = low / self._scale, high / self._scale
-        self.edges = torch.from_numpy(np.linspace(*ends, count + 1) * self._scale)
+        self.edges = np.linspace(*ends, count + 1) * self._scale
+        self._narrowest = float(np.diff(self.edges / self._scale).min()) * self._scale
         self._per_unit = count / (high - low)
+        # By dtype and device, so that nothing goes to an accelerator twice.
+        self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def tally(self, values: Tensor) -> Tensor:
-        """Return the numbers of values [n] below, in each bin and above, [bins + 2]; no NaNs."""
-        is_single = values.dtype == torch.float32 and self._is_resolved_in(values.dtype)
-        dtype = torch.float32 if is_single else torch.float64
-        begins = self._begins_in(dtype).to(values.device)
-        place = (
-            self._places if self._is_resolved_in(dtype) else partial(torch.bucketize, right=True)
-        )
-        counts = torch.zeros(self._count + 2, dtype=torch.int64, device=values.device)
-        for portion in torch.split(values, _PORTION):
-            counts += torch.bincount(place(portion.to(dtype), begins), minlength=self._count + 2)
-        return counts
+        """Return the numbers of values [n] below, in each bin, above, and of NaNs, [bins + 3]."""
+        counters = self.counters(values.device)
+        self.count(values, counters)
+        return counters.sum(1)
 
-    def _places(self, values: Tensor, begins: Tensor) -> Tensor:
-        """Return the number of the bin of each value, counted from 1.
+    def counters(self, device: torch.device) -> Tensor:
+        """Return counters for `count`; their sums over dimension 1 are a tally."""
+        lanes = 1 if device.type == "cpu" else max(1, min(_LANES, 2**21 // (self._count + 3)))
+        return torch.zeros(self._count + 3, lanes, dtype=torch.int64, device=device)
+
+    def count(self, values: Tensor, counters: Tensor) -> None:
+        """Count values [n]; nothing waits for an accelerator."""
+        is_single = working_dtype(values.dtype) == torch.float32
+        is_single = is_single and self._is_resolved_in(torch.float32)
+        once, lanes = counters.new_ones(1), counters.shape[1]
+        for portion in torch.split(values, _PORTION.get(values.device.type, _OTHER_PORTION)):
+            places = self._places(portion.to(torch.float32 if is_single else torch.float64))
+            if lanes > 1:
+                used = math.gcd(len(places), lanes)
+                lane = torch.arange(used, dtype=places.dtype, device=places.device)
+                places = torch.add(lane, places.view(-1, used), alpha=lanes).view(-1)
+            counters.view(-1).index_add_(0, places, once.expand(len(places)))
+
+    def _places(self, values: Tensor) -> Tensor:
+        """Return the number of the bin of each value, counted from 1; the last one is for NaNs.
 
         A value is in one of the bins on either side of the edge that is nearest to it, as nearly as
         its dtype tells. That takes a fraction of the time of a search.
         """
-        nearest = (values - self._low).mul_(self._per_unit).clamp_(0, self._count)
-        places = nearest.round_().int()
+        begins, offset = self._table(values.dtype, values.device)
+        if not self._is_resolved_in(values.dtype):
+            places = torch.bucketize(values, begins[:-2], right=True, out_int32=True)
+            return places.add_(values.isnan())
+        nearest = torch.add(offset, values, alpha=self._per_unit).clamp_(0, self._count)
+        places = nearest.nan_to_num_(self._count + 2.0).round_().int()
         places += values >= begins.index_select(0, places)
         return places
 
     def _is_resolved_in(self, dtype: torch.dtype) -> bool:
         """Whether bins are so much wider than the steps of a dtype that none is mistaken."""
-        limits, most = torch.finfo(dtype), float(self.edges.abs().max())
-        narrowest = 2.0**6 * limits.eps * most
+        limits, most = torch.finfo(dtype), float(np.abs(self.edges).max())
         is_in_range = self._scale == 1.0 and max(2 * most, self._per_unit) < limits.max
         # NumPy refuses bins that are narrower than float64 resolves.
-        return is_in_range and bool((self.edges.diff() > narrowest).all())
+        return is_in_range and self._narrowest > 2.0**6 * limits.eps * most
 
-    def _begins_in(self, dtype: torch.dtype) -> Tensor:
-        """Return where bins, and what is above them, begin: each the least number that is there."""
-        infinity = torch.tensor(math.inf, dtype=torch.float64, device=self.edges.device)
-        begins = self.edges.clone()
-        # The last bin is closed.
-        begins[-1] = torch.nextafter(begins[-1], infinity)
-        rounded = begins.to(dtype)
-        return torch.where(rounded < begins, rounded.nextafter(infinity.to(dtype)), rounded)
+    def _table(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return where bins, and what is above them, begin, and where zero lies, in bins.
+
+        Each is the least number that is there. NaNs are neither here nor above two more.
+        """
+        if (dtype, device) not in self._tables:
+            begins = np.append(self.edges, [0.0, 0.0])
+            # The last bin is closed.
+            begins[-3] = np.nextafter(begins[-3], math.inf)
+            rounded = begins.astype(np.float32 if dtype == torch.float32 else np.float64)
+            above = np.nextafter(rounded, np.array(math.inf, rounded.dtype))
+            offset = rounded.dtype.type(-self.range[0] * self._per_unit)
+            table = np.append(np.where(rounded < begins, above, rounded), offset)
+            parts = torch.split(torch.from_numpy(table).to(device), [len(begins), 1])
+            self._tables[dtype, device] = parts[0], parts[1]
+        return self._tables[dtype, device]
 
 
 class HistogramResult(NamedTuple):
@@ -124,7 +152,9 @@ class Histogram(SampleReduction):
     Notes
     -----
     Bins are half-open, the last one closed, with the edges of ``numpy.histogram`` for float64.
-    Infinite values count as below or above; a NaN belongs to no bin and raises `CollectError`.
+    Infinite values count as below or above; a NaN belongs to no bin. So that nothing waits for an
+    accelerator, NaNs are counted, and `compute` raises `CollectError` if there were any. Only the
+    first batch is waited for, and only without ``range``.
 
     Examples
     --------
@@ -137,11 +167,12 @@ class Histogram(SampleReduction):
     """
 
     # Below, bin by bin, above: in one tensor, so that nothing waits for an accelerator.
-    _state_names = ("_tally", "_low", "_high")
+    _state_names = ("_tally", "_low", "_high", "_nans")
     _takes_any_shape = True
     _tally: Tensor
     _low: float
     _high: float
+    _nans: Tensor  # [1]
 
     def __init__(
         self,
@@ -153,12 +184,17 @@ class Histogram(SampleReduction):
         self._bins = whole("bins", bins, 1)
         self._range = None if range is None else _edges(range)
         self._options = {"bins": self._bins, "range": self._range}
-        self._state_kinds = (f"tensor int64 {self._bins + 2}", "finite", "finite")
+        self._state_kinds = (f"tensor int64 {self._bins + 2}", *["finite"] * 2, "tensor int64 1")
+        self._grid: Bins | None = None
         super().__init__(by=by)
+
+    def reset(self) -> None:
+        """Forget all that was seen."""
+        super().reset()
+        self._counters: Tensor | None = None
 
     def _accept(self, samples: Tensor) -> None:
         super()._accept(samples)
-        self._refuse_nan(samples, "fall into no bin")
         if None in (self._low, self._high):
             self._low, self._high = self._range or _finite_range(samples)
 
@@ -168,7 +204,22 @@ class Histogram(SampleReduction):
         return member
 
     def _add(self, samples: Tensor) -> None:
-        self._take(self._bins_of_range().tally(samples.reshape(-1)), self._low, self._high)
+        if self._counters is None:
+            self._counters = self._bins_of_range().counters(samples.device)
+        self._bins_of_range().count(samples.reshape(-1), self._counters)
+
+    def _add_waiting(self) -> None:
+        if self._counters is not None:
+            counted, self._counters = self._counters.sum(1), None
+            self._take(counted[:-1], self._low, self._high, counted[-1:])
+
+    def _device(self) -> torch.device | None:
+        return super()._device() if self._counters is None else self._counters.device
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        # States of earlier versions say nothing of NaNs: there were none.
+        tally = state.get("_tally")
+        super()._set_state(state if tally is None else {"_nans": tally.new_zeros(1), **state})
 
     @property
     def why_not_merged(self) -> str | None:
@@ -186,26 +237,35 @@ class Histogram(SampleReduction):
                 "the same range=(low, high)."
             )
 
-    def _join(self, tally: Tensor, low: float, high: float) -> None:
-        self._tally = self._tally + tally
+    def _join(self, tally: Tensor, low: float, high: float, nans: Tensor) -> None:
+        self._tally, self._nans = self._tally + tally, self._nans + nans
 
     def _bins_of_range(self) -> Bins:
-        return Bins(self._low, self._high, self._bins)
+        if self._grid is None or self._grid.range != (self._low, self._high):
+            self._grid = Bins(self._low, self._high, self._bins)
+        return self._grid
 
     def _result(self) -> HistogramResult:
-        below, *_, above = self._tally.tolist()
-        counts = self._tally[1:-1].clone()
-        return HistogramResult(counts, self._bins_of_range().edges.to(counts.device), below, above)
+        below, *within, above = self._tally.tolist()
+        if nans := int(self._nans):
+            total = below + sum(within) + above + nans
+            self._refuse_nan(f"{nans} nan among {total} values, which fall into no bin")
+        edges = torch.from_numpy(self._bins_of_range().edges.copy()).to(self._tally.device)
+        return HistogramResult(self._tally[1:-1].clone(), edges, below, above)
 
 
 def _finite_range(samples: Tensor) -> tuple[float, float]:
-    finite = samples[samples.isfinite()]
-    if finite.numel() == 0:
+    """Return the range of the finite values, for which an accelerator is asked once."""
+    values = samples.double()
+    is_finite = values.isfinite()
+    ends = values.where(is_finite, math.inf).amin(), values.where(is_finite, -math.inf).amax()
+    low, high = torch.stack(ends).tolist()
+    if low > high:
         raise CollectError(
             "Histogram(range=None) takes the range from the first batch, which has no finite "
             "value; give range=(low, high)."
         )
-    return widened(float(finite.min()), float(finite.max()))
+    return widened(low, high)
 
 
 def widened(low: float, high: float) -> tuple[float, float]:
@@ -258,7 +318,9 @@ class Quantiles(RowReduction):
     ``torch.quantile``. Memory, in values of 4 bytes (8 for float64) for each feature: one block
     and s for each doubling of it, so 0.4 MB over 10^8 values, and 56 kB a feature over 10^5.
 
-    nan has no rank and raises `CollectError`; infinite values are ordered as usual. The result,
+    nan has no rank: after one, `compute` raises `CollectError`. Infinite values are ordered as
+    usual. Values have equal quantiles on every device; what a network computes differs by rounding
+    from one to another, and its quantiles do. The result,
     [len(q)] or [len(q), features], has the dtype that `Mean` would give.
 
     Examples
@@ -302,10 +364,6 @@ class Quantiles(RowReduction):
         # Without a feature dimension, values of any shape count alike.
         return () if self._feature_dim is None else super()._sample_shape(samples)
 
-    def _accept(self, samples: Tensor) -> None:
-        super()._accept(samples)
-        self._refuse_nan(samples, "have no rank")
-
     def _add(self, samples: Tensor) -> None:
         alone = self._feature_dim is None
         self._add_again(samples.reshape(-1, 1) if alone else self._rows_of(samples))
@@ -319,7 +377,8 @@ class Quantiles(RowReduction):
 
     def _add_block(self, rows: Tensor) -> None:
         ordered = _sort_rows(rows.T.contiguous())
-        self._widen(ordered[:, [0, -1]])
+        # A nan is sorted to the end, and the ends that it makes nan remain so.
+        self._widen(torch.stack([ordered[:, 0], ordered[:, -1]], dim=1))
         self._carry(0, self._thin(ordered, self._block // self._size))
 
     def _add_rest(self, rows: Tensor) -> None:
@@ -373,6 +432,8 @@ class Quantiles(RowReduction):
             weights += [1.0] * len(self._waiting)
         known = torch.cat(parts if self._ends is None else [*parts, self._ends], dim=1)
         ends = torch.stack(known.aminmax(dim=1), dim=1)
+        if ends.isnan().any():
+            self._refuse_nan("nan, which has no rank")
         values, q = torch.cat([*parts, ends], dim=1).cpu().numpy(), np.array(self._q)
         read = np.array([_read(feature, np.array(weights), q) for feature in values])
         result = torch.from_numpy(read.T.copy()).to(known.device, self._dtype)

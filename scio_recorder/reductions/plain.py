@@ -15,6 +15,9 @@ from scio_recorder.reductions.base import By, SampleReduction, cannot_go_on, joi
 from scio_recorder.tensors.arguments import takes
 from scio_recorder.tensors.digests import sample_digests
 
+# The mean of so many samples is near that of all.
+_FEW = 8
+
 
 class _Extremum(SampleReduction):
     _state_names = ("_value",)
@@ -179,8 +182,9 @@ class Moments(SampleReduction):
 
     Notes
     -----
-    The computation is in float64. Portions are centred at their own mean, and joined by the
-    pairwise update of Chan, Golub and LeVeque (1979). Dtypes of the results are those of `Mean`.
+    The computation is in float64, with differences from the mean of the first samples. What is
+    merged is joined by the pairwise update of Chan, Golub and LeVeque (1979). Dtypes of the results
+    are those of `Mean`.
     NaN and infinity give what ``torch.mean`` and ``torch.var`` give. The variance of a single
     sample is NaN.
 
@@ -200,11 +204,36 @@ class Moments(SampleReduction):
     _mean: Tensor
     _squares: Tensor
 
+    def reset(self) -> None:
+        """Forget all that was seen."""
+        super().reset()
+        # Of the samples since the state was last read: their number, and sums of their differences
+        # from `_shift` and of the squares of these.
+        self._waiting: tuple[int, Tensor, Tensor] | None = None
+
     def _add(self, samples: Tensor) -> None:
         for portion in portions(samples):
-            values = portion.double()
-            mean = values.mean(0)
-            self._take(len(values), mean, (values - mean).square_().sum(0))
+            apart = portion.to(torch.float64, copy=True)
+            if self._mean is None:
+                few = apart[:_FEW].mean(0).nan_to_num(0.0, 0.0, 0.0)
+                self._seen, self._mean, self._squares = 0, few, torch.zeros_like(few)
+            if self._waiting is None:
+                self._shift = self._mean.nan_to_num(0.0, 0.0, 0.0)
+            sums, squares = apart.sub_(self._shift).sum(0), apart.mul_(apart).sum(0)
+            count, *earlier = self._waiting or (0,)
+            if earlier:
+                sums, squares = earlier[0].add_(sums), earlier[1].add_(squares)
+            self._waiting = count + len(portion), sums, squares
+
+    def _add_waiting(self) -> None:
+        # What the squares lose by a shift far from the mean is small beside them: the samples of
+        # which it is the mean are as far from those that follow.
+        if self._waiting is not None:
+            count, sums, squares = self._waiting
+            self._waiting, self._seen = None, self._seen + count
+            apart = sums / self._seen
+            self._mean = self._mean + apart
+            self._squares = (self._squares + squares - apart * sums).clamp_(min=0)
 
     def _join(self, count: int, mean: Tensor, squares: Tensor) -> None:
         self._mean, apart = join_means(self._seen, self._mean, count, mean)
@@ -302,7 +331,8 @@ class Digest(SampleReduction):
     has its digest.
 
     Any dtype and shape works. The result is in the order of the samples: merging appends the
-    digests of the other reduction.
+    digests of the other reduction. It lies on the device of the samples, whose bytes are digested
+    in host memory, while the device goes on: those of a batch when the next one comes.
 
     Examples
     --------
@@ -318,7 +348,13 @@ class Digest(SampleReduction):
     _state_kinds = (r"\[tensor -?int64 {count}\]",)
     _takes_complex = True
     _takes_any_shape = True
-    _digests: list[Tensor]  # in host memory, wherever the samples are
+    _digests: list[Tensor]  # on the device of the samples
+
+    def reset(self) -> None:
+        """Forget all that was seen."""
+        super().reset()
+        # Samples on their way to pinned memory, whose copy has ended with the event, and whence.
+        self._copied: tuple[Tensor, torch.cuda.Event, torch.device] | None = None
 
     @property
     def keeps_rows(self) -> bool:
@@ -326,9 +362,27 @@ class Digest(SampleReduction):
         return self._by is None
 
     def _add(self, samples: Tensor) -> None:
-        self._take([sample_digests(samples)])
+        self._add_copied()
+        device = samples.device
+        if device.type == "cuda":
+            host = torch.empty(samples.shape, dtype=samples.dtype, device="cpu", pin_memory=True)
+            host.copy_(samples, non_blocking=True)
+            self._copied = host, torch.cuda.current_stream(device).record_event(), device
+        else:
+            self._take([sample_digests(samples).to(device)])
+
+    def _add_copied(self) -> None:
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            host, event, device = copied
+            event.synchronize()
+            self._take([sample_digests(host).to(device, non_blocking=True)])
+
+    def _device(self) -> torch.device | None:
+        return self._digests[0].device if self._digests else None
 
     def _add_waiting(self) -> None:
+        self._add_copied()
         if self._digests:
             self._digests = [torch.cat(self._digests)]
 

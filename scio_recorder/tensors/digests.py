@@ -90,7 +90,7 @@ def sample_digests(samples: Tensor) -> Tensor:
     for start in range(0, len(parts), step):
         piece = parts[start : start + step].cpu().contiguous()
         # A sum is NaN if a number is, and costs less than a mask. The smallest dtypes have no sum.
-        if piece.is_floating_point() and piece.sum(dtype=torch.float32).isnan():
+        if piece.is_floating_point() and np.isnan(piece.sum(dtype=torch.float32).numpy()):
             # `math.nan` has the same bits on every machine.
             piece = piece.masked_fill(piece.isnan(), math.nan)
         # By address: an array of torch's would prevent resizing the storage from then on.

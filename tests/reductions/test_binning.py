@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,16 +15,17 @@ INF = float("inf")
 
 
 def by_hand(values: Tensor, low: float, high: float, count: int) -> list[int]:
-    """Search among the edges; the last bin is closed."""
-    edges = np.linspace(low, high, count + 1)
-    places = np.searchsorted(edges, values.double().numpy(), side="right")
-    places[values.double().numpy() == high] = count
-    return np.bincount(places, minlength=count + 2).tolist()
+    """Search among the edges; the last bin is closed, and NaNs are counted last."""
+    edges, numbers = np.linspace(low, high, count + 1), values.double().numpy()
+    places = np.searchsorted(edges, numbers, side="right")
+    places[numbers == high] = count
+    places[np.isnan(numbers)] = count + 2
+    return np.bincount(places, minlength=count + 3).tolist()
 
 
 def awkward(dtype: torch.dtype) -> Tensor:
     """Values on edges and right beside them, zeros of both signs, the smallest and the largest."""
-    some = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-300, -1e-300, INF, -INF, 3.0])
+    some = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-300, -1e-300, INF, -INF, 3.0, math.nan])
     edges = torch.from_numpy(np.linspace(-1.0, 3.0, 41)).to(dtype)
     beside = [torch.nextafter(edges, torch.full_like(edges, end)) for end in (-INF, INF)]
     rows = torch.randn(3000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -38,7 +41,7 @@ def test_counts_are_numpys(dtype: torch.dtype, count: int) -> None:
     for low, high in ((-1.0, 3.0), (0.0, 2.7), (-1e-3, 1e-3), (1e-38, 1e-37)):
         bins = Bins(low, high, count)
         halves = [bins.tally(part) for part in (values[::2], values[1::2])]
-        assert torch.equal(values, awkward(dtype))
+        assert torch.equal(values.nan_to_num(), awkward(dtype).nan_to_num())
         assert sum(halves).tolist() == by_hand(values, low, high, count)  # type: ignore[union-attr]
 
 
@@ -46,12 +49,12 @@ def test_whole_numbers_and_bins_narrower_than_can_be_told_apart() -> None:
     numbers = torch.arange(-3, 9)
     assert Bins(0.0, 5.0, 5).tally(numbers).tolist() == by_hand(numbers, 0.0, 5.0, 5)
     narrow = Bins(1.0, 1.0 + 4e-16, 9).tally(torch.tensor([0.5, 1.0, 1.5]).double())
-    assert (int(narrow.sum()), int(narrow[0]), int(narrow[-1])) == (3, 1, 1)
+    assert (int(narrow.sum()), int(narrow[0]), int(narrow[-2])) == (3, 1, 1)
 
 
 def test_a_range_wider_than_the_largest_number() -> None:
     values = torch.tensor([-1.7e308, -1.0, 0.0, 1.0, 1.7e308], dtype=torch.float64)
-    assert Bins(-1.7e308, 1.7e308, 4).tally(values).tolist() == [0, 1, 1, 2, 1, 0]
+    assert Bins(-1.7e308, 1.7e308, 4).tally(values).tolist() == [0, 1, 1, 2, 1, 0, 0]
 
 
 RANGES = [(1e6, 1e6 + 1e-3), (-1e-30, 3e-30), (-7.3, 1e12), (-3e38, 3e38), (1e-40, 2e-40)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from scio_recorder.reductions import Covariance
+from scio_recorder.reductions import Alive, Covariance, Digest, Histogram, Max, Quantiles
 from tests.reductions.test_interface import DATA, LABELS, by, every
 
 pytestmark = [
@@ -47,6 +47,41 @@ def test_on_the_device_and_from_one_to_another(make: Any, options: dict[str, Any
         twice.merge(on_cpu)
     on_gpu.merge(on_cpu)
     assert_near(on_gpu.compute(), twice.compute(), "cuda")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Quantiles([0.1, 0.5]),
+        lambda: Quantiles([0.1, 0.5], 1),
+        lambda: Histogram(50, (-3.0, 3.0)),
+        lambda: Histogram(50),
+        lambda: Histogram(10**5, (-3.0, 3.0)),
+        Alive,
+        Digest,
+        Max,
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_counted_and_ordered_is_that_of_the_cpu(make: Any, dtype: torch.dtype) -> None:
+    on_cpu, on_gpu = make(), make()
+    for rows in (700, 699, 4096):
+        data = torch.randn(rows, 77).to(dtype)
+        on_cpu.update(data)
+        on_gpu.update(data.cuda())
+    results = (pytree.tree_leaves(each.compute()) for each in (on_cpu, on_gpu))
+    for one, two in zip(*results, strict=True):
+        assert two.cpu().equal(one) if isinstance(one, Tensor) else one == two
+
+
+def test_a_digest_is_that_of_the_values_at_the_call() -> None:
+    digest, expected, x = Digest(), Digest(), torch.zeros(4, 1000, device="cuda")
+    for value in range(5):
+        digest.update(x.fill_(value))
+        expected.update(torch.full((4, 1000), float(value)))
+        x.fill_(-1)
+    assert digest.compute().is_cuda
+    assert digest.compute().cpu().equal(expected.compute())
 
 
 def test_a_state_is_as_exact_as_a_result_under_autocast() -> None:

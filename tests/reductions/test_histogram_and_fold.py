@@ -35,6 +35,17 @@ def test_range_of_a_constant_first_batch(value: float) -> None:
     assert (below, above) == (0, 0)
 
 
+def test_a_state_of_a_version_that_did_not_count_nans() -> None:
+    older, restored = Histogram(2, range=(0.0, 1.0)), Histogram(2, range=(0.0, 1.0))
+    older.update(torch.tensor([0.1, 0.9, 7.0]))
+    state = older.state_dict()
+    assert state.pop("nans").tolist() == [0]
+    restored.load_state_dict(state)
+    restored.update(torch.tensor([0.2]))
+    counts, _, below, above = restored.compute()
+    assert (counts.tolist(), below, above) == ([2, 1], 0, 1)
+
+
 def test_infinite_values_lie_outside() -> None:
     histogram = Histogram(2)
     histogram.update(torch.tensor([-torch.inf, 0.0, 1.0, torch.inf, torch.inf]))
@@ -67,7 +78,7 @@ def test_many_values_of_another_layout() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_no_range_in_the_first_batch(value: float) -> None:
-    with pytest.raises(CollectError, match=r"nan among|range=\(low, high\)"):
+    with pytest.raises(CollectError, match=r"no finite value; give range=\(low, high\)"):
         Histogram(3).update(torch.full((2,), value))
 
 

@@ -400,13 +400,19 @@ def test_nan_and_infinity_as_in_torch(make: Any, odd: float) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Histogram(1, (0.0, 1.0)), lambda: Quantiles(0.5)])
-def test_nan_is_refused_and_leaves_the_state_as_it_was(make: Any) -> None:
-    reduction, expected = make(), make()
-    for each in (reduction, expected):
-        each.update(torch.zeros(2))
-    with pytest.raises(CollectError, match=r"2 nan among 4 values.*transform="):
-        reduction.update(torch.tensor([1.0, torch.nan, torch.nan, 0.5]))
-    assert_same(reduction.compute(), expected.compute())
+@pytest.mark.parametrize("count", [2, 2**16])
+def test_a_nan_is_refused_when_the_result_is_read(make: Any, count: int) -> None:
+    reduction, restored, other = make(), make(), make()
+    reduction.update(torch.zeros(2))
+    reduction.update(torch.cat([torch.tensor([1.0, torch.nan, torch.nan]), torch.ones(count)]))
+    restored.load_state_dict(reduction.state_dict())
+    other.update(torch.zeros(2**16 - 1))
+    other.merge(reduction)
+    for each in (reduction, restored, other):
+        with pytest.raises(CollectError, match=r"was given .*nan.*transform=") as caught:
+            each.compute()
+        shown = f"2 nan among {count + 5 + (each is other) * (2**16 - 1)} values"
+        assert shown in str(caught.value) or "which has no rank" in str(caught.value)
 
 
 def test_one_sample_has_no_variance() -> None:

@@ -90,3 +90,12 @@ def test_merging_two_dtypes_gives_the_wider_one(make, dtypes):
     result = first.compute()
     values = [result] if isinstance(result, Tensor) else result[1:]
     assert {value.dtype for value in values} == {torch.float64}
+
+
+def test_equal_values_have_no_variance_and_never_a_negative_one() -> None:
+    moments = Moments()
+    for _ in range(50):
+        moments.update(torch.tensor([[0.1, 1e30, -3.3]]).double())
+    variance = moments.compute().variance
+    assert (variance >= 0).all()
+    assert (variance <= 1e-30 * torch.tensor([0.01, 1e60, 10.0])).all()
