@@ -474,9 +474,6 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
     Mappings and dataclasses become dictionaries.
     """
-    if isinstance(value, Tensor | TensorSpec):
-        # Most layers take and return one tensor.
-        return function(value)
     return fold(value, function, _rebuilt, lambda part: isinstance(part, TensorSpec))
 
 

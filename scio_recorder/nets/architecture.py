@@ -71,6 +71,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         shared module has several.
     operations : iterable of Operation
         Those inside layers that can be looked up as layers are; they are not counted among these.
+    num_sharing : int, default 1
+        The number of processes that see the same samples, as far as it is known.
 
     Examples
     --------
@@ -93,14 +95,14 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         layers: Iterable[Layer],
         names: Mapping[str, Iterable[DepthIdx]],
         operations: Iterable[Operation] = (),
+        num_sharing: int = 1,
     ) -> None:
         self._names = MappingProxyType({name: tuple(labels) for name, labels in names.items()})
         self.operations: Mapping[OperationIdx, Operation] = MappingProxyType(
             {operation.label: operation for operation in operations}
         )
         self._take({layer.label: layer for layer in layers})
-        # The number of processes that see the same samples, as far as it is known.
-        self.num_sharing = 1
+        self.num_sharing = num_sharing
 
     def _take(self, rows: Mapping[DepthIdx, Layer]) -> None:
         self._rows: Mapping[DepthIdx, Layer] = MappingProxyType(rows)
@@ -172,9 +174,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         operations : iterable of Operation
             Those that can be looked up.
         """
-        architecture = type(self)(self._rows.values(), self._names, operations)
-        architecture.num_sharing = self.num_sharing
-        return architecture
+        return type(self)(self._rows.values(), self._names, operations, self.num_sharing)
 
     def around(self, labels: Iterable[RowIdx]) -> Self:
         """Return the same layers, of the operations only all calls of the functions of some.
@@ -240,7 +240,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         rows = self.rows_at(key)
         labels = [label for label in rows if self._known[label].executed] or [*rows]
         if not labels:
-            raise LayerNotFoundError(self._explain_absence(key))
+            raise LayerNotFoundError(self.explain_absence(key))
         if len(labels) > 1:
             raise LayerNotFoundError(_ambiguous(key, labels))
         return labels[0]
@@ -509,7 +509,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
     def _outline(self) -> Outline:
         return outline("Architecture", list(self.values()), None)
 
-    def _explain_absence(self, key: Any) -> str:
+    def explain_absence(self, key: Any) -> str:
+        """Return a sentence on a key that stands for no layer that ran."""
         label = label_of(key)
         if self.means_operation(key):
             return no_such_operation(key, self)
@@ -522,11 +523,17 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         return _not_a_key(key, self._names)
 
 
+def shown(key: object) -> str:
+    """Return how a message names a key or a selector."""
+    if isinstance(key, nn.Module):
+        return f"the {type(key).__name__} that was given"
+    return str(getattr(key, "__qualname__", None) or repr(key))
+
+
 def _ambiguous(key: object, labels: list[RowIdx]) -> str:
-    named = f"the {type(key).__name__} that was given" if isinstance(key, nn.Module) else repr(key)
     what = "operations" if isinstance(labels[0], OperationIdx) else "calls of a module"
     return (
-        f"{named} is ambiguous, since it stands for {len(labels)} {what}, "
+        f"{shown(key)} is ambiguous, since it stands for {len(labels)} {what}, "
         f"{few(labels, _SHOWN, text_of)}: write one of these, such as {text_of(labels[0])!r}"
     )
 
@@ -535,7 +542,7 @@ def _not_a_key(key: object, names: Collection[str]) -> str:
     if isinstance(key, Layer):
         return not_its_label(key)
     if isinstance(key, nn.Module):
-        return f"the {type(key).__name__} that was given is no module of this network with a layer"
+        return f"{shown(key)} is no module of this network with a layer"
     hint = f', here "{key}"' if str(key) in names else ""
     return f'{key!r} names no layer: write (1, 3), "1-3" or a qualified name{hint}'
 

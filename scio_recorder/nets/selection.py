@@ -28,14 +28,7 @@ from scio_recorder.layer import (
     plain_label,
     text_of,
 )
-from scio_recorder.nets.architecture import (
-    LABEL_WITH_IT,
-    Architecture,
-    glob_of,
-    no_such_label,
-    no_such_operation,
-    offer,
-)
+from scio_recorder.nets.architecture import LABEL_WITH_IT, Architecture, glob_of, offer, shown
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.refusals import check_supported
 
@@ -485,7 +478,7 @@ def _none_ran(architecture: Architecture, selector: object, matching: Sequence[R
             values = ".values()" * isinstance(module, nn.ModuleDict)
             advice = f"record what it holds, by record(*rnet.net{path}{values})"
     return (
-        f"{_shown(selector)} matches only layers that did not run at labelling "
+        f"{shown(selector)} matches only layers that did not run at labelling "
         f"({few(rows, 4)}), so there is nothing to record: {advice}"
     )
 
@@ -496,12 +489,11 @@ def _candidates(architecture: Architecture, selector: Any) -> Iterable[RowIdx]:
     is_name = isinstance(selector, str) and selector in architecture.names
     if labels or is_name or isinstance(selector, nn.Module):
         return labels
-    if architecture.means_operation(selector):
-        raise LayerNotFoundError(no_such_operation(selector, architecture))
-    if isinstance(selector, str) and _GLOB.search(selector):
+    is_of_operation = architecture.means_operation(selector)
+    if isinstance(selector, str) and _GLOB.search(selector) and not is_of_operation:
         return _named(architecture, re.compile(r"\A" + fnmatch.translate(selector)))
-    if label is not None:
-        raise LayerNotFoundError(no_such_label(label, architecture))
+    if is_of_operation or label is not None:
+        raise LayerNotFoundError(architecture.explain_absence(selector))
     if isinstance(selector, str):
         raise LayerNotFoundError(_no_such_module(architecture, selector))
     if isinstance(selector, re.Pattern):
@@ -552,14 +544,14 @@ def _holds(predicate: Callable[[Layer], Any], layer: Layer) -> bool:
         answer = predicate(layer)
     except Exception as error:
         raise LayerNotFoundError(
-            f"the predicate {_shown(predicate)} failed for layer {layer} with "
+            f"the predicate {shown(predicate)} failed for layer {layer} with "
             f"{type(error).__name__}: {error}. It is given a Layer, as in lambda layer: "
             'layer.name.endswith("mlp")'
         ) from error
     # NumPy's booleans are not instances of bool.
     if type(answer).__name__ not in ("bool", "bool_"):
         raise SelectorTypeError(
-            f"the predicate {_shown(predicate)} returned {answer!r} for layer {layer}: it must "
+            f"the predicate {shown(predicate)} returned {answer!r} for layer {layer}: it must "
             "return True or False"
         )
     return bool(answer)
@@ -579,7 +571,7 @@ def _nothing_matched(architecture: Architecture, selector: object) -> str:
         types = {row.name: row.type_name for row in architecture.values()}
         return f"no name matches {selector!r}; {offer(text, architecture.names, types)}"
     if not isinstance(selector, nn.Module):
-        return f"{_shown(selector)} matches no layer"
+        return f"{shown(selector)} matches no layer"
     if not any(row.module is not None for row in architecture.values()):
         reason = "the architecture was read from disk, without modules: select by label or name"
     else:
@@ -587,7 +579,7 @@ def _nothing_matched(architecture: Architecture, selector: object) -> str:
             "it is not a module of this net (nor is a copy), or did not run at labelling; if so, "
             + LABEL_WITH_IT
         )
-    return f"{_shown(selector)} has no layer: {reason}"
+    return f"{shown(selector)} has no layer: {reason}"
 
 
 def _unusable(architecture: Architecture, selector: object) -> LayerNotFoundError:
@@ -602,15 +594,9 @@ def _unusable(architecture: Architecture, selector: object) -> LayerNotFoundErro
     try:
         number = operator.index(selector)  # type: ignore[arg-type]  # raises for others
     except TypeError:
-        return SelectorTypeError(f"{_shown(selector)} can't select layers: {kinds}")
+        return SelectorTypeError(f"{shown(selector)} can't select layers: {kinds}")
     named = f', or "{number}" for the layer of this name' * (str(number) in architecture.names)
     return SelectorTypeError(
         f"{number} is a single number and names no layer: a label is a pair in its own "
         f"parentheses, so write record((1, 3)) instead of record(1, 3){named}"
     )
-
-
-def _shown(selector: object) -> str:
-    if isinstance(selector, nn.Module):
-        return f"the {type(selector).__name__} that was given"
-    return str(getattr(selector, "__qualname__", None) or repr(selector))

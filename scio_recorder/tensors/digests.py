@@ -14,7 +14,6 @@ import ctypes
 import math
 import weakref
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -82,7 +81,8 @@ def sample_digests(samples: Tensor) -> Tensor:
     with torch.no_grad():
         parts = samples.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
         parts = torch.view_as_real(parts) if parts.is_complex() else parts
-    seed = _seed(samples.dtype, samples.shape[1:])
+    # It distinguishes samples of one dtype and shape from others.
+    seed = xxhash.xxh3_64_intdigest(f"{samples.dtype}{list(samples.shape[1:])}".encode())
     sample_bytes = parts.nbytes // max(1, len(parts))
     piece_bytes = _PIECE_BYTES.get(parts.device.type, _OTHER_PIECE_BYTES)
     digests: list[int] = []
@@ -99,12 +99,6 @@ def sample_digests(samples: Tensor) -> Tensor:
         digests.extend(xxhash.xxh3_64_intdigest(row.data, seed) for row in rows)
     # The same bits, as torch has hardly any operation for unsigned ones.
     return torch.from_numpy(np.array(digests, dtype=np.uint64).view(np.int64))
-
-
-@lru_cache
-def _seed(dtype: torch.dtype, shape: torch.Size) -> int:
-    """Return a seed that distinguishes samples of one dtype and shape from others."""
-    return xxhash.xxh3_64_intdigest(f"{dtype}{list(shape)}".encode())
 
 
 def weights_digest(net: nn.Module) -> str:

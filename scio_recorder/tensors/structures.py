@@ -209,12 +209,8 @@ def fold(
     if parts_of is None or id(value) in _around or (is_leaf is not None and is_leaf(value)):
         return leaf(value)
     around = (*_around, id(value))
-    parts: list[tuple[Any, Any]] = []
-    for key, part in parts_of(value):
-        kind = type(part)
-        is_inner = _parts_of(kind) is not None
-        result = fold(part, leaf, container, is_leaf, around) if is_inner else leaf(part)
-        parts.append((key, result))
+    pairs = parts_of(value)
+    parts = [(key, fold(part, leaf, container, is_leaf, around)) for key, part in pairs]
     return container(value, parts)
 
 

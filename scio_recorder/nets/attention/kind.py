@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -47,6 +48,7 @@ _ROUNDING = {
 _BLOCK = 256
 
 
+@dataclass(repr=False, eq=False)
 class Attention(ABC):
     """The attention of one call: what it received, what it returned, and its weights.
 
@@ -81,21 +83,15 @@ class Attention(ABC):
     Attention(query [2, 4, 5, 2], key [2, 4, 5, 2], value [2, 4, 5, 2] of float32)
     """
 
-    def __init__(
-        self,
-        query: Tensor | None,
-        key: Tensor | None,
-        value: Tensor,
-        output: Tensor,
-        sizes: tuple[int, ...],
-    ) -> None:
-        self.query = query
-        self.key = key
-        self.value = value
-        self.output = output
-        self.sizes = sizes
-        self._num_heads, self._num_queries = sizes[-3:-1]
-        self._device = value.device
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor
+    output: Tensor
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self._num_heads, self._num_queries = self.sizes[-3:-1]
+        self._device = self.value.device
 
     def __repr__(self) -> str:
         parts = {"query": self.query, "key": self.key, "value": self.value}

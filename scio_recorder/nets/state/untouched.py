@@ -176,7 +176,18 @@ def _member(value: Any, name: str) -> Any:
         return _EMPTY
 
 
+def _set_items(value: Any, base: Any, items: list[Any], mapped: list[Any]) -> None:
+    if (
+        base.__len__(value) != len(items)
+        or not all(map(is_, base.__iter__(value), items))
+        or (mapped and not all(map(is_, base.values(value), mapped)))
+    ):
+        refill(value, base, zip(items, mapped, strict=True) if mapped else items)
+
+
 def _set_member(value: Any, name: str, member: Any) -> None:
+    if _member(value, name) is member:
+        return
     if member is _EMPTY:
         object.__delattr__(value, name)
     else:
@@ -374,8 +385,6 @@ class NetState:
         self._hooks = [known[name] for known in attributes for name in names if name in known]
         self._hooks_before = [*map(dict, self._hooks)]
         noted_apart = {*map(id, self._hooks)}
-        self._containers: list[tuple[Any, Any, list[Any], list[Any]]] = []
-        self._members: list[tuple[Any, str, Any]] = []
         # These come last, since writing to tensors changes versions.
         self._restore: list[Callable[[], Any]] = []
         if not keep_random:
@@ -386,11 +395,11 @@ class NetState:
             kind = _kind(_type(value))
             if kind.base is not None and id(value) not in noted_apart:
                 # The items, or the keys and the values.
-                mapped = kind.base.values(value) if kind.base in MAPPINGS else ()
+                mapped = [*kind.base.values(value)] if kind.base in MAPPINGS else []
                 items = [*kind.base.__iter__(value)]
-                self._containers.append((value, kind.base, items, [*mapped]))
+                self._restore.append(partial(_set_items, value, kind.base, items, mapped))
             for name in kind.members:
-                self._members.append((value, name, _member(value, name)))
+                self._restore.append(partial(_set_member, value, name, _member(value, name)))
             for read, put_back in kind.states:
                 self._restore.append(partial(put_back, value, read(value)))
             if kind.is_opaque:
@@ -436,16 +445,6 @@ class NetState:
         """
         if self._hooks != self._hooks_before:
             self._put_back_hooks()
-        for value, base, items, mapped in self._containers:
-            if (
-                base.__len__(value) != len(items)
-                or (items and not all(map(is_, base.__iter__(value), items)))
-                or (mapped and not all(map(is_, base.values(value), mapped)))
-            ):
-                refill(value, base, zip(items, mapped, strict=True) if mapped else items)
-        for value, name, member in self._members:
-            if _member(value, name) is not member:
-                _set_member(value, name, member)
         is_same = not thorough and self._marks == _marks_of(self._weights)
         is_same = is_same and same_samples(self._samples[1], joined(self._samples[0]))
         self._put_back_tensors([*self._tensors, *(() if is_same else self._weights)])
