@@ -240,7 +240,7 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         rows = self.rows_at(key)
         labels = [label for label in rows if self._known[label].executed] or [*rows]
         if not labels:
-            raise LayerNotFoundError(self.explain_absence(key))
+            raise LayerNotFoundError(explain_absence(self, key))
         if len(labels) > 1:
             raise LayerNotFoundError(_ambiguous(key, labels))
         return labels[0]
@@ -509,25 +509,26 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
     def _outline(self) -> Outline:
         return outline("Architecture", list(self.values()), None)
 
-    def explain_absence(self, key: Any) -> str:
-        """Return a sentence on a key that stands for no layer that ran."""
-        label = label_of(key)
-        if self.means_operation(key):
-            return no_such_operation(key, self)
-        if isinstance(key, str) and key in self._names:
-            return f"module {key!r} did not run at labelling, so it has no label: {LABEL_WITH_IT}"
-        if label is not None:
-            return no_such_label(label, self)
-        if isinstance(key, str):
-            return no_such_name(key, self._names)
-        return _not_a_key(key, self._names)
-
 
 def shown(key: object) -> str:
     """Return how a message names a key or a selector."""
     if isinstance(key, nn.Module):
         return f"the {type(key).__name__} that was given"
     return str(getattr(key, "__qualname__", None) or repr(key))
+
+
+def explain_absence(architecture: Architecture, key: Any) -> str:
+    """Return a sentence on a key that stands for no layer that ran."""
+    label = label_of(key)
+    if architecture.means_operation(key):
+        return no_such_operation(key, architecture)
+    if isinstance(key, str) and key in architecture.names:
+        return f"module {key!r} did not run at labelling, so it has no label: {LABEL_WITH_IT}"
+    if label is not None:
+        return no_such_label(label, architecture)
+    if isinstance(key, str):
+        return no_such_name(key, architecture.names)
+    return _not_a_key(key, architecture.names)
 
 
 def _ambiguous(key: object, labels: list[RowIdx]) -> str:

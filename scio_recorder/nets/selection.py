@@ -28,7 +28,14 @@ from scio_recorder.layer import (
     plain_label,
     text_of,
 )
-from scio_recorder.nets.architecture import LABEL_WITH_IT, Architecture, glob_of, offer, shown
+from scio_recorder.nets.architecture import (
+    LABEL_WITH_IT,
+    Architecture,
+    explain_absence,
+    glob_of,
+    offer,
+    shown,
+)
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.refusals import check_supported
 
@@ -493,7 +500,7 @@ def _candidates(architecture: Architecture, selector: Any) -> Iterable[RowIdx]:
     if isinstance(selector, str) and _GLOB.search(selector) and not is_of_operation:
         return _named(architecture, re.compile(r"\A" + fnmatch.translate(selector)))
     if is_of_operation or label is not None:
-        raise LayerNotFoundError(architecture.explain_absence(selector))
+        raise LayerNotFoundError(explain_absence(architecture, selector))
     if isinstance(selector, str):
         raise LayerNotFoundError(_no_such_module(architecture, selector))
     if isinstance(selector, re.Pattern):
