@@ -210,6 +210,22 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     )
 
 
+def no_room(copied_bytes: int) -> str:
+    """Return the message about memory that labelling lacks, for a copy of the network and a pass.
+
+    Examples
+    --------
+    >>> no_room(1 << 29)
+    'there is too little memory for labelling ... takes 512 MiB beside it, and a pass on top...
+    """
+    return (
+        "there is too little memory for labelling: the copy of the network that is run in its "
+        f"place takes {copied_bytes / 2**20:,.0f} MiB beside it, and a pass on top (weights of "
+        "more than 1 GiB are not copied). Label with a smaller input, free memory, or wrap the "
+        "network on the CPU and move it afterwards"
+    )
+
+
 def _is_batch(net: nn.Module, keyword: str, inputs: Inputs | None) -> bool:
     """Whether several inputs were given to a network that takes one, as a loader's batch has."""
     count = 0 if inputs is None or keyword == "input_size" else len(inputs.args)

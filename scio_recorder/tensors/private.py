@@ -721,11 +721,21 @@ def operations_made_by(call: Callable[..., Any]) -> contextlib.AbstractContextMa
     It is given the mode, the operation, the types of tensors other than torch's own, and what the
     operation receives: a tuple, and a dictionary unless there are no keywords.
     """
+    mode = _dispatch_mode()()
+    mode.call = call
+    return mode  # type: ignore[no-any-return]  # a context manager
+
+
+@functools.cache
+def _dispatch_mode() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    # Torch would wrap a mode with its own method in a function that imports the compiler.
-    bases = type("Calling", (), {"__torch_dispatch__": call}), TorchDispatchMode
-    return type("Mode", bases, {})()  # type: ignore[no-any-return]  # a context manager
+    def run(mode: Any, *operation: Any) -> Any:
+        return mode.call(mode, *operation)
+
+    # Torch would wrap a mode with its own method in a function that imports the compiler. There is
+    # one class, since each lives until garbage is collected, with all that it refers to.
+    return type("Mode", (type("Calling", (), {"__torch_dispatch__": run}), TorchDispatchMode), {})
 
 
 class _Traced(Tensor):

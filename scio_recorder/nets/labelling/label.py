@@ -26,12 +26,14 @@ from scio_recorder.nets.labelling.torchinfo import (
 )
 from scio_recorder.nets.operations import OperationTrace, ValueRequests
 from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.refusals import check_supported, failed_run, no_input, not_a_size
+from scio_recorder.nets.refusals import check_supported, failed_run, no_input, no_room, not_a_size
 from scio_recorder.nets.sharded import Following, is_sharded, mark_shards, plain_type
 from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.nets.state.untouched import (
     NotSeparateError,
+    copied_bytes,
     copy_inputs,
+    is_out_of_memory,
     quiet,
     separate_copy,
     untouched,
@@ -99,7 +101,7 @@ def label_net(
         try:
             inputs = _inputs(net, keywords)
         except Exception as error:
-            raise LabellingError(failed_run(net, keywords, error)) from error
+            raise _failed(net, keywords, error) from error
         labelled = _label(net, keywords, inputs, is_followed=force_static_flow)
         if labelled.asks_for_values:
             from scio_recorder.nets.labelling.data_flow import check_static_flow
@@ -232,16 +234,31 @@ def _label(
     for follow, keep_hooks, grad in choices:
         run = partial(_dry_run, net, keywords, inputs, trace, grad, follow)
         try:
-            return _label_in_step(net, run) if in_step else _label_once(net, run, keep_hooks)
+            labelled = _label_in_step(net, run) if in_step else _label_once(net, run, keep_hooks)
         except _FailedRunError as error:
             # A failure with gradients may be due to the gradients.
             failure = failure if grad else error
+        except RuntimeError as error:
+            # The copy itself has failed.
+            if is_out_of_memory(error):
+                raise _failed(net, keywords, error) from error
+            raise
+        else:
+            # Frames that hold an error which holds them live, with the copy, until garbage is
+            # collected.
+            failure = None
+            return labelled
     assert failure is not None
     try:
-        raise LabellingError(failed_run(net, keywords, failure.cause)) from failure.cause
+        raise _failed(net, keywords, failure.cause) from failure.cause
     finally:
-        # Frames that hold an error which holds them live until garbage is collected.
         del failure
+
+
+def _failed(net: nn.Module, keywords: Mapping[str, Any], cause: BaseException) -> LabellingError:
+    is_short = is_out_of_memory(cause)
+    text = no_room(copied_bytes(net)) if is_short else failed_run(net, keywords, cause)
+    return LabellingError(text)
 
 
 def _label_once(

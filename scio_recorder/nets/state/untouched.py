@@ -653,6 +653,8 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
                 # Methods of the net's modules become methods of the copy's.
                 hooks.update((key, copy.deepcopy(hook, memo)) for key, hook in hooks.items())
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise NotSeparateError from error
     if _kinds_of(twin) != _kinds_of(net):
         raise NotSeparateError
@@ -689,6 +691,24 @@ def copy_inputs(inputs: Any) -> Any:
     False
     """
     return map_tensors(clone, inputs)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch says that memory could not be had."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def copied_bytes(net: nn.Module) -> int:
+    """Return the memory that a copy of a network takes."""
+    weights = [] if are_large(net.parameters()) else [*net.parameters()]
+    return sum(tensor.nbytes for tensor in (*weights, *net.buffers()))
+
+
+def _free(copies: list[Tensor]) -> None:
+    """Free the memory of copies: if they lead to themselves, they are collected only later."""
+    for tensor in copies:
+        if is_plain(tensor) and not tensor.is_inference():
+            tensor.data = tensor.new_empty(0)
 
 
 class NotSeparateError(BaseException):
@@ -757,7 +777,11 @@ def separate_copy(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[nn.Mo
     scio_recorder.nets.state.untouched.NotSeparateError
     """
     twin, of_net = copy_net(net, keep_hooks=keep_hooks), reached([net])
-    shared = {key: item for key, item in reached([twin]).items() if key in of_net}
+    of_twin = reached([twin])
+    shared = {key: item for key, item in of_twin.items() if key in of_net}
+    if are_large(net.parameters()):
+        # The copy has their memory.
+        shared |= {id(weight): of_net[id(weight)] for weight in net.parameters()}
     if any(issubclass(type(value), nn.Module) for value, _ in shared.values()):
         raise NotSeparateError
     thread = threading.get_ident()
@@ -773,4 +797,6 @@ def separate_copy(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[nn.Mo
             yield twin
     finally:
         state.put_back(thorough=True)
+        copies = [value for key, (value, _) in of_twin.items() if key not in shared]
+        _free([value for value in copies if type(value) in (Tensor, nn.Parameter)])
     state.warn_of_traces()
