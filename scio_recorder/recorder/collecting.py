@@ -499,8 +499,7 @@ class Collecting(nn.Module):
 
         if self._runner() is not self._capture:
             raise CollectError(
-                "the recorder is collecting already: leave that block first, or use another "
-                "Recorder of the same network"
+                "the recorder is collecting already: leave that block, or use another Recorder"
             )
         asked = CollectOptions.of(Collecting.collecting, options, progress=False)
         # An iterator, since the number of passes is not known.

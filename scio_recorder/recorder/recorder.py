@@ -82,8 +82,7 @@ def _refuse_mistaken(net: nn.Module, kwargs: Mapping[str, Any]) -> None:
         is_meant = "post" in name and "proc" in name
         if is_meant and name not in signature_of(net.forward).parameters:
             raise PostprocessorError(
-                f"{name}= would go to the network, whose forward takes no such argument: write "
-                "activation_postproc="
+                f"{name}= is no argument of the network's forward: write activation_postproc="
             )
 
 
@@ -342,9 +341,8 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
             named = selector_for(architecture, missing[0].label, architecture)
             warn(
                 f"nn.Linear misses {counted(len(missing), 'layer')} that multiply by a matrix too, "
-                f"such as {missing[0]}, since their class is another one: to have them too, write "
-                f"record(nn.Linear, lambda layer: layer.type_name in {kinds}), or choose by name, "
-                f"as in record({named!r})"
+                f"such as {missing[0]}, since their class is another one: write record(nn.Linear, "
+                f"lambda layer: layer.type_name in {kinds}), or choose by name, record({named!r})"
             )
 
     def _warn_of_unlabelled(self, selectors: Sequence[object]) -> None:
@@ -372,8 +370,7 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
     def _replace_capture(self, capture: Capture) -> None:
         if any(block.collected is not None for block in tuple(self._blocks.open)):
             raise SelectorTypeError(
-                "record(...) can't change the layers while they are collected: leave the block "
-                "of collecting(...) first"
+                "record(...) can't change layers that are collected: leave the block of collecting"
             )
         self._finalizer.detach()
         self._capture.remove()

@@ -115,8 +115,7 @@ class Durable:
             )
         if not self.is_complete and is_end and (came[0] < durable[0] or came[1] < durable[1]):
             raise CollectError(
-                f"the recording {what}: give the same loader, or the same passes, as when it was "
-                "begun"
+                f"the recording {what}: give the same loader, or the same passes, as before"
             )
 
 
@@ -189,8 +188,7 @@ class Collection:
             )
         if self.asked.resume and not store.can_resume:
             raise CollectError(
-                f"resume=True needs a store on disk, but store is {self.asked.store!r}: write "
-                'store="disk:PATH"'
+                f'resume=True needs a disk, not {self.asked.store!r}: write store="disk:PATH"'
             )
 
 
@@ -480,21 +478,11 @@ def go_through(
     # Ids of parts are compared when these are put together.
     is_of_ranks = opened.is_shared and collection.feed.part is None
     if is_of_ranks and recording.path is not None:
-        check_ids_of_all(recording.path)
+        # The last process to end sees the samples of all.
+        with contextlib.closing(medium_at(recording.path)) as medium:
+            if len(complete_ranks(medium)) == read_description(medium).world_size:
+                refuse_repeated_ids(recording.path, scan(medium))
     return recording
-
-
-def check_ids_of_all(path: str) -> None:
-    """Refuse samples that two processes have; the last one to end sees those of all.
-
-    Parameters
-    ----------
-    path : str
-        The recording that several processes fill, of which this one has ended.
-    """
-    with contextlib.closing(medium_at(path)) as medium:
-        if len(complete_ranks(medium)) == read_description(medium).world_size:
-            refuse_repeated_ids(path, scan(medium))
 
 
 def _opened(collection: Collection, together: InStep) -> OpenCollection:

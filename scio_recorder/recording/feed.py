@@ -172,8 +172,7 @@ class Feed:
         if to_inputs is None and has_samples:
             raise CollectError(
                 f"batches is a {type(batches).__name__}, whose items are samples and not batches: "
-                "write DataLoader(dataset, batch_size=32), or batch_size=None if its items are "
-                "batches"
+                "write DataLoader(dataset, batch_size=32), or batch_size=None if they are batches"
             )
         if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             raise CollectError(
@@ -248,9 +247,8 @@ class Feed:
                     raise CollectError(f"the key {key!r} of a batch can't be a keyword; {_WRITE}")
             return inputs
         raise CollectError(
-            f"to_inputs returned a {type(fed).__name__} for batch {self.number}: return a "
-            "tensor, a tuple of positional inputs, a dict of keyword inputs, or both as a pair "
-            "(tuple, dict)"
+            f"to_inputs returned a {type(fed).__name__} for batch {self.number}: return a tensor, "
+            "a tuple of positional inputs, a dict of keyword inputs, or a pair (tuple, dict)"
         )
 
     def _result_of(self, name: str, batch: Any) -> Any:
@@ -356,9 +354,8 @@ class Feed:
         if number != chosen and (self.asked.sample_ids is None or 0 < num_own < chosen):
             raise CollectError(
                 f"the sampler chose {chosen} samples for batch {self.number}, of which it repeats "
-                f"{chosen - num_own}, but the batch has {number}, and it is unknown which they "
-                "are: write sample_ids=lambda batch: ... with one id for each, or give the sampler "
-                "drop_last=True"
+                f"{chosen - num_own}, but the batch has {number}: write sample_ids=lambda batch: "
+                "... with one id for each, or give the sampler drop_last=True"
             )
         return number if num_own == chosen else num_own
 
@@ -518,8 +515,7 @@ def _advise_second_element(net: nn.Module, batch: Any) -> bool:
     warn(
         "only batch[0] goes into the net, but its forward would accept batch[1] as well, a "
         f"tensor of shape {tuple(second.shape)}: write to_inputs=lambda batch: tuple(batch[:2]) "
-        "to give it both, or to_inputs=lambda batch: batch[0] if the first is all that it should "
-        "get",
+        "to give it both, or to_inputs=lambda batch: batch[0] for the first alone",
         CollectWarning,
     )
     return True

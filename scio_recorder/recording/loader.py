@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -76,11 +76,6 @@ class Arguments:
             return range(self.rank * each, (self.rank + 1) * each)
         before, behind = self.rank * num_rows, (self.rank + 1) * num_rows
         return range(before // self.world_size, behind // self.world_size)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the arguments that decide the order of rows, which are equal on all ranks."""
-        others = ("rank", "with_rows")
-        return {name: value for name, value in asdict(self).items() if name not in others}
 
 
 def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[RowIdx, Tensor]:
@@ -141,8 +136,9 @@ class RecordingLoader(IterableDataset[Any]):
         self._rows = dict(rows)
         self._architecture = architecture
         self._arguments = arguments
-        # What decides the order of rows.
-        self._order_of = {"layers": list(map(text_of, layers)), **arguments.to_json()}
+        # What decides the order of rows, which is equal on all ranks.
+        self._order_of = {"layers": list(map(text_of, layers)), **asdict(arguments)}
+        del self._order_of["rank"], self._order_of["with_rows"]
         self._num_rows = len(next(iter(self._layers.values())))
         with torch.inference_mode(False):
             self._shared = torch.zeros(3, dtype=torch.int64, device="cpu")
@@ -210,9 +206,8 @@ class RecordingLoader(IterableDataset[Any]):
         """
         if get_worker_info() is not None or self._shared[_HAS_WORKERS]:
             raise ArgumentError(
-                "workers read this epoch, and which of their batches came is known neither to them "
-                "nor to the loader: ask for the state between epochs, after set_epoch(...), or "
-                "read with num_workers=0"
+                "workers read this epoch, and nobody knows which of their batches came: ask for "
+                "the state between epochs, after set_epoch(...), or read with num_workers=0"
             )
         return {
             "epoch": self._epoch,
@@ -303,22 +298,22 @@ class RecordingLoader(IterableDataset[Any]):
         if begun >= len(places):
             return
         order = _Order(layers[0], run, key)
-        for batch in _batches_of(columns, order, places, room, size, begun):
+        for numbers, values in _batches_of(columns, order, places, room, size, begun):
             skipped += 1
             if iteration == self._iteration:
                 self._given = skipped
-            shown = self._shown(batch)
-            del batch
+            shown = self._shown(numbers, values)
+            del values
             yield shown
             del shown
 
-    def _shown(self, batch: _Batch) -> Any:
-        values = dict(zip(self._layers, batch.values, strict=False))
-        shown = values if len(values) > 1 else batch.values[0]
+    def _shown(self, numbers: Tensor, values: list[Tensor]) -> Any:
+        layers = dict(zip(self._layers, values, strict=False))
+        shown = layers if len(layers) > 1 else values[0]
         if not self._arguments.with_rows:
             return shown
-        known = dict(zip(self._rows, batch.values[len(values) :], strict=True))
-        return shown, known or {"sample": batch.rows}
+        known = dict(zip(self._rows, values[len(layers) :], strict=True))
+        return shown, known or {"sample": numbers}
 
 
 def _sizes_of(
@@ -394,17 +389,10 @@ class _Order:
             number, place = number + 1, end
 
 
-class _Batch(NamedTuple):
-    """The numbers of some rows, and the values of each layer in them."""
-
-    rows: Tensor
-    values: list[Tensor]
-
-
 def _batches_of(
     columns: Sequence[Tensor], order: _Order, places: range, room: int, batch_size: int, begun: int
-) -> Iterator[_Batch]:
-    """Yield rows batch by batch.
+) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield the numbers of rows batch by batch, with the values of each layer in them.
 
     Parameters
     ----------
@@ -437,7 +425,7 @@ def _batches_of(
         for at in range(max(0, begun - start), len(span), batch_size):
             some = slice(at, at + batch_size)
             values = [_gathered(source, index[some]) for source, index in sources]
-            yield _Batch(rows[some].clone(), values)
+            yield rows[some].clone(), values
             # The caller may have dropped them.
             del values
 

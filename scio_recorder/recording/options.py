@@ -270,8 +270,7 @@ class LayerOptions:
             raise CollectError('inputs=True can\'t be collected with calls="any": leave out one')
         if self.with_inputs and self.asked.rows is not None:
             raise CollectError(
-                "inputs=True can't be collected with rows=, since inputs are kept by whole "
-                "batches: leave one of them out"
+                "inputs=True is for whole batches and can't be collected with rows=: leave one out"
             )
 
     def _check_attention(self) -> None:

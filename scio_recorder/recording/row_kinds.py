@@ -312,14 +312,12 @@ class Nodes(Rows):
         source.check_shape("sample", owners, ("nodes",), (owners.numel(),))
         if bool((owners < 0).any()):
             raise CollectError(
-                f"sample of rows=Nodes() is negative in batch {source.number}: count the graphs of "
-                "a batch from 0"
+                f"sample of rows=Nodes() is negative in batch {source.number}: count from 0"
             )
         if len(owners) and int(owners.max()) >= len(owners):
             raise CollectError(
                 f"sample of rows=Nodes() has the graph {int(owners.max())} in batch "
-                f"{source.number} of {len(owners)} nodes: count the graphs of a batch from 0, "
-                "and leave none out"
+                f"{source.number} of {len(owners)} nodes: count from 0, and leave none out"
             )
         return owners
 
@@ -531,6 +529,5 @@ def _refuse_several() -> None:
     if mode not in ("greedy_search", "sample") or number > 1:
         raise CollectError(
             f"generate runs {mode} for {number} sequence(s) of each prompt, whose rows can't be "
-            "told apart: generate one sequence for each prompt, greedily or by sampling, or "
-            f"{_WATCH}"
+            f"told apart: generate one for each, greedily or by sampling, or {_WATCH}"
         )

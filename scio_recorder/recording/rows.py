@@ -221,8 +221,7 @@ class BatchRows:
         else:
             raise CollectError(
                 f"by= returned labels of shape {shape} for a batch of {self.num_samples} samples: "
-                f"return one label for each of the {self.shape[0]} entries of dimension 0, or "
-                f"labels of shape {self.shape}"
+                f"return {self.shape[0]} labels, one for each line, or labels of shape {self.shape}"
             )
         return of_lines if self.index is None else [of_lines[line] for line in self.index.tolist()]
 
@@ -367,9 +366,8 @@ class Source:
                 raise raised_by(f"batch {self.number}: {what} of rows=", error) from error
         elif (value := self.find(name)) is None:
             raise CollectError(
-                f"rows= has {what}={name!r}, but batch {self.number} has no such key or "
-                "attribute, and forward gets no such argument: give a name that each batch has, "
-                "or a function of the batch"
+                f"rows= has {what}={name!r}, but batch {self.number} has no such key, attribute or "
+                "argument of forward: give a name that each batch has, or a function of the batch"
             )
         return self.tensor(what, value)
 
@@ -415,9 +413,8 @@ class Source:
         numbers = mask if mask.is_complex() else mask.double()
         if numbers.is_complex() or not bool((numbers >= 0).all()):
             raise CollectError(
-                f"{what} of rows= has negative values or NaN in batch {self.number}, like a mask "
-                f"that is added to attention scores: give True for real rows, as in {what}=lambda "
-                "batch: ... >= 0"
+                f"{what} of rows= has negative values or NaN in batch {self.number}, as one added "
+                f"to attention scores: give True for real rows, as in {what}=lambda batch: ... >= 0"
             )
         return numbers != 0
 
@@ -575,9 +572,8 @@ def advice_on_lists(named: Mapping[str, Any]) -> str:
     for name, value in named.items():
         if isinstance(value, list) and _is_of_numbers(value):
             return (
-                f'{name} is a list, not a tensor: tokenize with return_tensors="pt" (and '
-                "padding=True), or make it a tensor with torch.tensor; of Hugging Face datasets, "
-                f"{_OF_DATASETS}"
+                f'{name} is a list, not a tensor: tokenize with return_tensors="pt" (and padding='
+                f"True), or write torch.tensor(...); of Hugging Face datasets, {_OF_DATASETS}"
             )
         if isinstance(value, list) and value and isinstance(value[0], Tensor):
             return (

@@ -380,12 +380,12 @@ class DiskWriter(StoreWriter):
                     "with open_recording, or choose another folder" + self._store.advice()
                 )
             stored = {**reader.header, "world_size": reader.world_size}
-            given = {
+            requested = {
                 "architecture": {"fingerprint": self._architecture.fingerprint},
                 **as_read(self._settings),
                 "world_size": self._store.world_size,
             }
-            check_settings(self._path, stored, given)
+            check_settings(self._path, stored, requested)
             self.sample_ids = reader.sample_ids
             self.is_complete = reader.complete
             self.num_found_rows = 0 if reader.rows is None else reader.num_rows

@@ -315,13 +315,12 @@ def _loaded(value: Tensor) -> Tensor:
     return value._read(0, len(value)) if isinstance(value, DiskTensor) else value
 
 
-def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
+def check_settings(path: str, stored: dict[str, Any], requested: dict[str, Any]) -> None:
     """Refuse to continue or to join a recording with other settings."""
-    there, here = _briefly(stored), _briefly(given)
+    there, here = _briefly(stored), _briefly(requested)
     if there["architecture"] != here["architecture"]:
         raise RecordingError(
-            f"{path} was recorded from another network, whose layers differ: give that network, or "
-            "choose another folder"
+            f"{path} was recorded from another network: give that one, or choose another folder"
         )
     made_with, makes_with = (settings.pop("made_with", None) for settings in (there, here))
     # Digests tell nothing to a reader.
@@ -329,9 +328,9 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
     differing = ["the weights are others"] * has_other_weights + differences(there, here)
     if differing:
         way = ""
-        if stored.get("world_size") != given.get("world_size"):
+        if stored.get("world_size") != requested.get("world_size"):
             way = "; collect_parts goes on with any number of processes"
-        elif stored.get("process") != given.get("process"):
+        elif stored.get("process") != requested.get("process"):
             way = "; for processes that share a dataset, give a DistributedSampler or sample_ids="
         raise RecordingError(
             f"{path} was recorded with other settings: {first_of(differing)}. Give the same "
@@ -341,19 +340,18 @@ def check_settings(path: str, stored: dict[str, Any], given: dict[str, Any]) -> 
         _warn_of_versions(path, made_with, makes_with)
 
 
-def _warn_of_versions(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
+def _warn_of_versions(path: str, stored: dict[str, Any], requested: dict[str, Any]) -> None:
     """Warn if a recording goes on with another torch, or another package of the net."""
-    packages = dict.fromkeys(("torch", str(given.get("net")).partition(".")[0]))
-    names = [name for name in packages if stored.get(name) != given.get(name)]
+    packages = dict.fromkeys(("torch", str(requested.get("net")).partition(".")[0]))
+    names = [name for name in packages if stored.get(name) != requested.get(name)]
     if names:
         texts = [
             ", ".join(f"{name} {brief(versions.get(name))}" for name in names)
-            for versions in (stored, given)
+            for versions in (stored, requested)
         ]
         warn(
             f"{path} was begun with {texts[0]}, and goes on with {texts[1]}, which may compute "
-            "other numbers: go on with the versions that it was begun with, or choose another "
-            "folder",
+            "other numbers: go on with those that it was begun with, or choose another folder",
             CollectWarning,
         )
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from scio_recorder import Recorder
 
 VOCABULARY = 50
-Batch = dict[str, Tensor]
 
 
 def padded(

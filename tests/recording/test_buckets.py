@@ -97,14 +97,6 @@ def test_a_url_is_a_store(store, place, rnet, tmp_path):
 
 
 @pytest.mark.campaign
-def test_inside_a_block(place, rnet):
-    with rnet.collecting(store=f"s3://{place}", progress=False) as collection, torch.no_grad():
-        for batch in DATA:
-            rnet.net(batch)
-    assert_same(collection.recording, expected(rnet, DATA))
-
-
-@pytest.mark.campaign
 def test_at_every_request_something_goes_wrong(traffic, place, rnet):
     def all_of_it(name: str) -> None:
         interrupted = iter([*DATA[:2], RuntimeError()])
@@ -177,25 +169,6 @@ def test_no_such_bucket(store, rnet):
             use("s3://no-such-bucket/run")
     with pytest.raises(CollectError, match="s3://BUCKET/RUN"):
         rnet.collect(DATA, store="ftp://bucket/run")
-
-
-@pytest.mark.campaign
-def test_of_two_who_go_on_with_one_recording_one_commits(place, rnet):
-    def stops() -> Iterator[torch.Tensor]:
-        yield DATA[0]
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        collect(rnet, place, stops())
-
-    def passes_by() -> Iterator[torch.Tensor]:
-        yield DATA[0]
-        check(rnet, collect(rnet, place, resume=True))
-        yield from DATA[1:]
-
-    with pytest.raises(RecordingError, match="another writer"):
-        collect(rnet, place, passes_by(), resume=True)
-    check(rnet, open_recording(f"s3://{place}", verify=True))
 
 
 @pytest.mark.campaign

@@ -23,9 +23,7 @@ import scio_recorder
 from scio_recorder import OperationIdx, Recorder, Tokens, compare, open_recording, similarity
 from scio_recorder.errors import (
     CollectError,
-    ComparisonError,
     LayerNotFoundError,
-    RecordingError,
     SelectorTypeError,
     UnsupportedNetError,
 )
@@ -269,42 +267,6 @@ def test_a_compiled_recorder_is_refused():
         rnet.collect(ids(2))
 
 
-def test_a_killed_collection_goes_on(tmp_path):
-    program = f"""
-        import os, sys
-        import torch
-        torch.manual_seed(0)
-        from tests.recording.test_collected_operations import TURNED, ids, text_recorder
-        from scio_recorder.stores import Disk
-
-        def loader():
-            for number, batch in enumerate(ids(4, 3, 2, 1)):
-                if number == int(sys.argv[1]):
-                    os._exit(9)
-                yield batch
-
-        store = Disk({os.fspath(tmp_path / "run")!r}, chunk_bytes=1)
-        text_recorder(inputs=True).collect(loader(), store=store, transform=TURNED, resume=True)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    for at in (2, 3):
-        done = subprocess.run([*command, str(at)], cwd=ROOT, check=False)
-        assert done.returncode == 9
-    rnet, data = text_recorder(inputs=True), ids(4, 3, 2, 1)
-    interrupted = open_recording(tmp_path / "run", verify=True)
-    assert 0 < interrupted.num_samples < 10
-    assert not interrupted.complete
-    ran = []
-    rnet.net.register_forward_pre_hook(lambda *call: ran.append(call))
-    store = Disk(tmp_path / "run", chunk_bytes=1)
-    torch.manual_seed(0)
-    rnet.collect(data, store=store, transform=TURNED, resume=True)
-    assert 0 < len(ran) < 4
-    check(open_recording(tmp_path / "run", verify=True), rnet.net, data)
-    with pytest.raises(RecordingError, match="layers"):
-        text_recorder("h.0/add:1").collect(data, store=store, resume=True)
-
-
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_inputs_are_those_that_functions_received(store, tmp_path):
     rnet, data = (
@@ -527,21 +489,6 @@ def test_a_sweep_patches_operations(positions):
     # What was recorded stays as it was, and hooks of the sweep are gone.
     assert rnet.activations is before
     assert not rnet.net.h[1].first._forward_hooks
-
-
-def test_a_sweep_estimates_the_effects_of_operations():
-    rnet = text_recorder("h.*/add:0", "h.1/tanh")
-    clean, corrupted = ids(1, 1)
-    effects = rnet.sweep(clean, corrupted, metric, estimate=True)
-    true, other = by_hand(rnet.net, clean), by_hand(rnet.net, corrupted)
-    for key in ("h.0/add:0", "h.1/add:0", "h.1/tanh"):
-        share = torch.zeros_like(true[key], requires_grad=True)
-        value = metric(run_with(rnet.net, {key: lambda own, share=share: own + share}, corrupted))
-        (slope,) = torch.autograd.grad(value, share)
-        change = (slope.double() * (true[key].double() - other[key].double())).sum()
-        assert float(effects[key]) == pytest.approx(value.item() + float(change), abs=1e-6)
-    with pytest.raises(ComparisonError, match="inputs of one shape"):
-        rnet.sweep(clean, ids(1, length=4)[0], metric)
 
 
 class Outputs(TorchFunctionMode):

@@ -358,21 +358,6 @@ def test_a_mask_that_is_longer_than_the_cache_is_refused() -> None:
     assert torch.bincount(collection.recording.rows["sample"]).tolist() == [3, 5]
 
 
-@pytest.mark.campaign
-def test_a_conversation_goes_on_in_the_cache_of_the_one_before() -> None:
-    rnet = recorder("llama")
-    cache = transformers.DynamicCache(config=rnet.net.config)
-    prompt = {"input_ids": PROMPT["input_ids"], "attention_mask": torch.ones(2, 5).long()}
-    with rnet.collecting(rows=Tokens()) as collection:
-        text = generate(rnet.net, **prompt, **past(cache))
-        more = torch.cat([text, torch.tensor([[5, 6], [7, 8]])], 1)
-        mask = torch.ones_like(more)
-        text = generate(rnet.net, input_ids=more, attention_mask=mask, **past(cache))
-    rows = collection.recording.rows
-    assert torch.bincount(rows["sample"]).tolist() == [text.shape[1] - 1] * 2
-    assert torch.equal(rows["input_ids"][rows["sample"] == 1], text[1, :-1])
-
-
 def test_the_decoder_of_a_pair_goes_on_and_has_no_padding() -> None:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_ff": 32, "d_kv": 4, "num_layers": 2, "num_heads": 4}
@@ -542,27 +527,6 @@ def test_where_leaves_positions_as_they_are() -> None:
     label = rnet.recording[0]
     kept = passes.cat(label, dim=1)[1][ids % 2 == 0]
     assert torch.equal(collection.recording.by_sample(label)[1], kept)
-
-
-@pytest.mark.campaign
-def test_pipeline() -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {word: number for number, word in enumerate(["[PAD]", "a", "b", "c", "d"])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[PAD]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
-    fast.padding_side = "left"
-    rnet = recorder("gpt2")
-    rnet.net.generation_config.pad_token_id = 0
-    pipe = transformers.pipeline("text-generation", model=rnet.net, tokenizer=fast, device="cpu")
-    with rnet.collecting(rows=Tokens()) as collection:
-        texts = pipe(["a b c", "d"], batch_size=2, max_new_tokens=3, return_tensors=True)
-    recording = collection.recording
-    rows = recording.rows
-    assert recording.num_samples == 2
-    for sample, length in enumerate((3, 1)):
-        made = texts[sample][0]["generated_token_ids"][-4 - length + 1 : -1]
-        assert rows["input_ids"][rows["sample"] == sample].tolist() == made[-(length + 2) :]
 
 
 def test_classes_by_line_and_by_position() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -108,37 +107,6 @@ def test_any_call_failing(code, from_then_on, tmp_path):
 
 def alive() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("scio-")]
-
-
-@pytest.fixture(scope="module")
-def collected(tmp_path_factory) -> tuple[Job, Path]:
-    # Chunks of several blocks would take too long to flip; tests/stores/disk_format has those.
-    job, path = Job(40, 40, 3), tmp_path_factory.mktemp("collected") / "run"
-    job.collect(path)
-    return job, path
-
-
-def is_noticed(job: Job, path: Path) -> bool:
-    """Whether damage is reported; if it is not, it must have done no harm."""
-    problem = problem_of(lambda: job.check(path, is_complete=True))
-    assert problem is None or str(path) in str(problem)
-    return problem is not None
-
-
-def test_a_flip_or_an_end_in_data(collected):
-    job, path = collected
-    files = {file: file.read_bytes() for file in sorted(path.rglob("*.safetensors"))}
-    dice = random.Random(0)
-    for attempt in range(10_000 if FULL else 200):
-        file = dice.choice(list(files))
-        content = bytearray(files[file])
-        position = dice.randrange(len(content))
-        content[position] ^= 1 << dice.randrange(8)
-        file.write_bytes(content[:position] if attempt % 10 == 0 else content)
-        noticed = is_noticed(job, path)
-        file.write_bytes(files[file])
-        assert noticed, f"position {position} of {file.name}"
-    assert not is_noticed(job, path)
 
 
 def test_a_slow_disk_holds_the_loop_back_and_drops_nothing(monkeypatch, tmp_path):

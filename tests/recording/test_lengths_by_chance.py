@@ -116,16 +116,6 @@ def test_an_image_with_as_many_patches_as_a_text_has_tokens():
     assert torch.equal(recording["read"], torch.cat([read[0], read[1, :2]]))
 
 
-def test_a_transform_is_believed():
-    rnet, batch = recorder("turned"), square()
-    kept = rnet.collect(
-        [batch], rows=Tokens(), transform=lambda activation, batch: activation.transpose(0, 1)
-    )
-    rnet(**batch)
-    expected = rnet.activations["turned"].transpose(0, 1)[batch["attention_mask"].bool()]
-    assert torch.equal(kept["turned"], expected)
-
-
 class Placed(nn.Module):
     """Gives all samples the same at labelling, without a mask, and each its own with one."""
 

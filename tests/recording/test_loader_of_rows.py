@@ -8,7 +8,6 @@ import torch
 from scio_recorder import open_recording
 from scio_recorder.errors import RecordingError
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format import tensor_file
 from tests.recording.nets import LoaderMemory
 from tests.recording.rows import MANY, NARROW, PADDED, WIDE, Pass, expected, write
 
@@ -73,18 +72,6 @@ def test_the_order_is_the_same_without_what_rows_are(recording, buffer_bytes):
     assert all(map(torch.equal, rest, list(without)[2:]))
 
 
-def test_goes_on_at_every_batch(recording):
-    loader = recording.loader("1", batch_size=16, shuffle=True, with_rows=True, buffer_bytes=900)
-    whole = list(loader)
-    for number in range(len(whole)):
-        more = recording.loader("1", batch_size=16, shuffle=True, with_rows=True, buffer_bytes=900)
-        more.load_state_dict({**loader.state_dict(), "batches": number})
-        for (batch, known), (other, others) in zip(more, whole[number:], strict=True):
-            assert torch.equal(batch, other)
-            assert known.keys() == others.keys()
-            assert all(torch.equal(known[name], others[name]) for name in known)
-
-
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_a_state_of_other_rows_is_refused(tmp_path, store):
     # Layers are alike, and what rows are is not.
@@ -128,35 +115,3 @@ def test_memory_is_bounded_by_the_buffer(tmp_path, monkeypatch):
     row_bytes = 4 + 8 + 8 + 4
     in_all = held.most * (row_bytes + 16) / row_bytes + 2 * 8 * row_bytes
     assert 0.9 * buffer_bytes < in_all <= buffer_bytes
-
-
-def test_each_block_is_verified_once_an_epoch(tmp_path, monkeypatch):
-    recording = made("disk", tmp_path)
-    counted = []
-    original = tensor_file.TensorFile._verify
-
-    def count(self, block, offset, number):
-        counted.append((self.name, number))
-        original(self, block, offset, number)
-
-    monkeypatch.setattr(tensor_file.TensorFile, "_verify", count)
-    for _ in range(2):
-        list(recording.loader("0", batch_size=8, shuffle=True, buffer_bytes=900, with_rows=True))
-        assert len(counted) == len(set(counted))
-        # A layer and three columns of each chunk.
-        assert len(counted) == 4 * len(list((tmp_path / "run").glob("chunk-*")))
-        counted.clear()
-
-
-def test_damage_of_what_rows_are_is_noticed(tmp_path):
-    recording = made("disk", tmp_path)
-    file = tmp_path / "run" / "chunk-00000-00000001.safetensors"
-    whole = bytearray(file.read_bytes())
-    # Tensors of wider elements come first: samples, then positions.
-    length = 8 + int.from_bytes(whole[:8], "little")
-    whole[length + 8] ^= 4
-    file.write_bytes(whole)
-    recording = open_recording(tmp_path / "run")
-    list(recording.loader("0", batch_size=8))
-    with pytest.raises(RecordingError, match=r"00000001\.safetensors is damaged"):
-        list(recording.loader("0", batch_size=8, with_rows=True))

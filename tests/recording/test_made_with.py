@@ -222,16 +222,3 @@ def test_comparisons_name_what_differs(
     assert "Reference made with" in (tmp_path / "page.html").read_text("utf-8")
     other._made_with = {**same.made_with, "torch": "\x1b[31m2"}
     assert "torch \\x1b[31m2" in str(compare(other, same)).splitlines()[-1]
-
-
-@pytest.mark.campaign
-def test_a_net_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11}
-    for chosen in ("sdpa", "eager"):
-        config = transformers.GPT2Config(**sizes, attn_implementation=chosen)
-        rnet = Recorder(transformers.GPT2Model(config).eval(), input_data=torch.arange(4)[None])
-        rnet.record("h.0")
-        made = rnet.collect([torch.arange(4)[None]]).made_with
-        assert (made["transformers"], made["attention"]) == (transformers.__version__, chosen)
-        assert made["net"] == "transformers.models.gpt2.modeling_gpt2.GPT2Model"

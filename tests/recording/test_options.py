@@ -244,16 +244,6 @@ def test_only_floating_point_is_rounded():
     assert len(recording.relative_errors) == 0
 
 
-def test_inputs_are_kept_by_batch():
-    rnet, data = recorder("2", "2.act", inputs=True), batches(3, 2)
-    recording = rnet.collect(data)
-    assert len(recording.inputs["2"]) == 2
-    with torch.no_grad():
-        for batch, (args, kwargs) in zip(data, recording.inputs["2"], strict=True):
-            assert torch.equal(args[0], rnet.net[:2](batch))
-            assert kwargs == {}
-
-
 def test_frame_and_numpy():
     rnet, data = recorder("0", "2"), batches(30, 11)
     recording = rnet.collect(data, reduce={"2": Mean()})

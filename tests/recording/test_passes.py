@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import (
-    CollectError,
     PostprocessorError,
     RecomputeError,
     Recorder,
@@ -89,22 +88,6 @@ def test_one_for_all_layers_a_list_and_in_place():
     assert torch.equal(in_place["block"], torch.cat(block) * 2)
 
 
-def test_with_transform_and_reductions():
-    rnet, data = chain("first", "block", "last"), batches(4, 4, 3)
-    recording = rnet.collect(
-        data,
-        activation_postproc=POSTS,
-        transform={"block": lambda activation, batch: activation.sum(1)},
-        reduce={"last": Max()},
-    )
-    wanted = clipped(rnet.net, data)
-    assert torch.equal(recording["first"], wanted["first"])
-    # Summed batch by batch.
-    sums = [part.sum(1) for part in wanted["block"].split([4, 4, 3])]
-    assert torch.equal(recording["block"], torch.cat(sums))
-    assert torch.equal(recording["last"], wanted["last"].amax(0))
-
-
 def test_a_resume_asks_for_the_post_processors_again(tmp_path):
     rnet, data = chain("first", "block", "last"), batches(4, 4, 3, 4)
     store = Disk(tmp_path / "run", chunk_bytes=100)
@@ -175,29 +158,6 @@ def test_passes_stop_behind_the_last_recorded_layer(store, inputs, tmp_path):
         assert torch.equal(recording[name][:], whole.amax(0) if store is None else whole)
     rnet.collect(data)
     assert rnet.net.ends == 3
-
-
-def test_stopping_early_with_post_processors():
-    rnet, data = chain("first", "block"), batches(4, 4, 3)
-    rnet.net.ends = 0
-    recording = rnet.collect(data, activation_postproc=POSTS, stop_early=True)
-    wanted = clipped(rnet.net, data)
-    assert rnet.net.ends == 0
-    assert torch.equal(recording["block"], wanted["block"])
-
-
-def test_a_post_processor_that_fails_leaves_nothing_behind():
-    rnet, data = chain("first"), batches(4)
-
-    def fail(tensor):
-        raise ArithmeticError("no")
-
-    with pytest.raises(PostprocessorError, match="ArithmeticError: no"):
-        rnet.collect(data, activation_postproc=fail)
-    rnet.remove()
-    assert not any(module._forward_hooks for module in rnet.net.modules())
-    with pytest.raises(CollectError, match="nothing is selected"):
-        rnet.collect(data, activation_postproc=fail)
 
 
 class Force(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -215,18 +214,6 @@ def test_reductions_are_merged(tmp_path):
         recording["1-4"]
 
 
-def test_reductions_of_one_process_go_on(tmp_path):
-    def go_on(rank: int, data: Any, **keywords: Any) -> None:
-        fill(tmp_path, rank, seeded("0", "3"), data, reduce={"0": Moments()}, **keywords)
-
-    go_on(0, data_of(0))
-    with pytest.raises(Broken):
-        go_on(1, broken(data_of(1)[:1]))
-    go_on(1, data_of(1), resume=True)
-    go_on(2, data_of(2))
-    assert open_recording(tmp_path)["1-1"].count == sum(map(sum, SIZES))
-
-
 def test_rounding_is_measured_over_all(tmp_path):
     parts = []
     for rank in range(WORLD_SIZE):
@@ -250,25 +237,3 @@ def test_inputs_of_all(tmp_path):
     data = [batch for rank in range(WORLD_SIZE) for batch, _ in data_of(rank)]
     truth = expected(rnet, data)[rnet.architecture.resolve("2.second")]
     assert torch.equal(again, truth)
-
-
-@pytest.mark.campaign
-def test_all_begin_at_once(tmp_path):
-    # Many times more often than processes could.
-    nets = [seeded() for _ in range(WORLD_SIZE)]
-    for attempt in range(20):
-        path, errors = tmp_path / "deep" / str(attempt), []
-
-        def work(rank: int, path: Path = path, errors: list[Any] = errors) -> None:
-            try:
-                fill(path, rank, nets[rank])
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(WORLD_SIZE)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors
-        check(path)

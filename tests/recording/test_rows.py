@@ -369,21 +369,6 @@ def assert_same(found: Recording, wanted: Recording) -> None:
         assert torch.equal(found.rows[name][:], column), name
 
 
-def test_labelled_reductions_go_on_in_the_middle_of_a_batch(tmp_path):
-    rnet, data = reader("embed"), batches(*ALL)
-    options: dict[str, Any] = {
-        "rows": Tokens(),
-        "reduce": Fold(lambda n, x: (n or 0) + len(x), by=lambda batch: batch["input_ids"] % 2),
-    }
-    store = Disk(tmp_path / "run", chunk_bytes=1)
-    with pytest.raises(InterruptedError):
-        rnet.collect(failing_after(data, 2), store=store, **options)
-    found = rnet.collect(regrouped(data, 4, "right"), store=store, resume=True, **options)
-    ids = columns(data)["input_ids"]
-    odd = sum(number % 2 for number in ids)
-    assert found["embed"] == {0: len(ids) - odd, 1: odd}
-
-
 def test_a_reduction_of_ones_own_does_not_go_on_in_the_middle_of_a_batch(tmp_path):
     rnet, data = reader("embed"), batches(*ALL)
     store = Disk(tmp_path / "run", chunk_bytes=1)

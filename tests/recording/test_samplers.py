@@ -362,19 +362,6 @@ def test_every_and_max_batches_count_in_each_process(tmp_path):
     assert list(recording.sample_ids) == [0, 2, 1, 3]
 
 
-def test_reductions_of_samplers_count_each_sample_once(tmp_path):
-    data = Numbers(11)
-    loaders = [distributed(data, rank, 3, 2) for rank in range(3)]
-    moments = collect(tmp_path, loaders, reduce=Moments())["0"]
-    values = torch.stack([data[i] for i in range(11)])
-    assert moments.count == 11
-    torch.testing.assert_close(moments.mean, values.mean(0), check_dtype=False)
-    torch.testing.assert_close(moments.variance, values.var(0), check_dtype=False)
-    # Also where each process keeps its own, to be merged by whoever likes.
-    mine = recorder().collect(loaders[2], store="host", reduce=Moments())["0"]
-    assert mine.count == 3
-
-
 def test_one_replica_and_other_samplers_do_not_split(tmp_path):
     data = Numbers(5)
     for loader in (distributed(data, 0, 1, 2), DataLoader(data, 2, shuffle=True)):

@@ -78,12 +78,6 @@ def test_names_of_somebody_else_do_nothing_to_a_terminal_or_a_page(tmp_path, cap
     assert "[bold]<script>" not in page
 
 
-def test_figures_are_drawn_of_rows():
-    recording = write("host", PADDED)
-    for kind in ("histograms", "depth"):
-        assert recording.plot(kind).axes
-
-
 def test_inspect_verify_and_report(tmp_path, capsys):
     write(Disk(tmp_path / "run", chunk_bytes=60), GENERATED)
     assert run(["inspect", str(tmp_path / "run")]) == 0

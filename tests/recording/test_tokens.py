@@ -497,27 +497,6 @@ def test_layers_of_other_shapes_are_named(selector, shown, reduce, tmp_path):
             rnet.collect(DATA, store=store, rows=Tokens(), **options)
 
 
-def test_other_dimensions_that_are_as_long_by_chance():
-    # 6 features, and 4 pooled ones, 3 maps: as many as there are positions.
-    for selector, data in (("pool", padded(4, 4)), ("maps", padded(3, 3))):
-        rnet = reader(selector)
-        with pytest.raises(CollectError, match=f"{selector}.*"):
-            rnet.collect([data], rows=Tokens())
-    # As long at labelling already: nobody can tell.
-    rnet = Recorder(reader().net, input_data=torch.ones(2, 3, dtype=torch.long))
-    rnet.record("maps")
-    with pytest.raises(CollectError, match=r"maps .*looks like an attention map"):
-        rnet.collect([padded(3, 3)], rows=Tokens())
-    rnet = Recorder(reader().net, input_data=torch.ones(2, 4, dtype=torch.long))
-    rnet.record("pool")
-    with pytest.raises(CollectError, match="by chance"):
-        rnet.collect([padded(4, 4)], rows=Tokens())
-    said = rnet.collect(
-        [padded(4, 4)], rows=Tokens(), transform=lambda activation, batch: activation
-    )
-    assert said["pool"].shape == (8,)
-
-
 def test_what_a_transform_makes_of_an_attention_map_is_believed():
     # As many maps as positions: [batch, positions, maps, positions] looks like the map itself.
     rnet = reader("maps")

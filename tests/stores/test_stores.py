@@ -193,27 +193,6 @@ def test_samples_on_disk_are_a_tensor(tmp_path):
         lazy[0] = 0
 
 
-def test_samples_on_disk_load_in_batches(tmp_path):
-    rnet, data = recorder("1-1"), batches(5, 5, 3)
-    lazy = rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=100))["1-1"]
-    dataset = torch.utils.data.TensorDataset(lazy)
-    loaded = [batch for (batch,) in torch.utils.data.DataLoader(dataset, batch_size=4)]
-    assert torch.equal(torch.cat(loaded), expected(rnet, data)[1, 1])
-
-
-def test_opened_without_the_net(tmp_path):
-    rnet, data = recorder(), batches(5, 5, 3)
-    wanted = expected(rnet, data)
-    made = rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=300))
-    for verify in (False, True):
-        opened = open_recording(tmp_path / "run", verify=verify)
-        assert_same(opened, wanted)
-        assert opened.architecture == rnet.architecture
-        assert opened.sample_ids == made.sample_ids
-        assert opened.complete
-        assert opened.path == made.path
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_saving_a_layer_saves_its_samples_and_no_room_behind_them(known):
     rnet, data = recorder("1-1"), batches(4, 4, 1)

@@ -238,9 +238,8 @@ class Bucket(Medium):
                     break
         if not was_refused:
             raise FormatError(
-                f"{self.path}: this store replaces an existing object although the request "
-                "forbids it (If-None-Match: *), so writers could overwrite each other: use a "
-                "store that supports it"
+                f"{self.path}: this store replaces an existing object although If-None-Match: * "
+                "forbids it, so writers could overwrite each other: use another store"
             )
 
     def _put(self, name: str, pieces: list[memoryview]) -> None:

@@ -194,8 +194,7 @@ def place_of(path: str | os.PathLike[str]) -> str:
         )
     if place.startswith("~"):
         raise FormatError(
-            f"{place!r} begins with ~, which only shells replace by a home: write "
-            f"os.path.expanduser({place!r})"
+            f"{place!r} begins with ~, which shells expand: write os.path.expanduser({place!r})"
         )
     return place
 
@@ -255,9 +254,9 @@ def for_others(path: str) -> str:
     return path if is_url(path) else os.path.abspath(path)
 
 
-def check_equal(path: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
+def check_equal(path: str, stored: dict[str, Any], requested: dict[str, Any]) -> None:
     """Refuse to continue or to join a recording with other settings."""
-    if differing := differences(stored, given):
+    if differing := differences(stored, requested):
         raise FormatError(f"{path} was recorded with other settings: {first_of(differing)}")
 
 
@@ -266,22 +265,22 @@ def first_of(lines: list[str]) -> str:
     return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 
-def differences(stored: Any, given: Any, path: str = "") -> list[str]:
+def differences(stored: Any, requested: Any, path: str = "") -> list[str]:
     """Return the places where two JSON values differ, one line for each."""
-    if isinstance(stored, dict) and isinstance(given, dict):
+    if isinstance(stored, dict) and isinstance(requested, dict):
         lines = []
-        for key in stored | given:
+        for key in stored | requested:
             where = f"{path}.{key}" if path else key
             if key not in stored:
                 lines.append(f"{where} is not stored")
-            elif key not in given:
+            elif key not in requested:
                 lines.append(f"{where} is stored and was not given")
             else:
-                lines += differences(stored[key], given[key], where)
+                lines += differences(stored[key], requested[key], where)
         return lines
-    if type(stored) is type(given) and stored == given:
+    if type(stored) is type(requested) and stored == requested:
         return []
-    return [f"{path} is {brief(stored)} there and {brief(given)} here"]
+    return [f"{path} is {brief(stored)} there and {brief(requested)} here"]
 
 
 def brief(value: object) -> str:

@@ -256,7 +256,7 @@ def table_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
     return {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in tensors.items()}
 
 
-class Layout:
+class FileLayout:
     """The places of tensors in a file, and the header in front of them; see the NOTE.
 
     Tensors with wider elements come first, which keeps all of them aligned.
@@ -304,12 +304,12 @@ class Layout:
         return before + checksum(before + after).encode() + after
 
 
-def _parsed(header: bytes) -> tuple[Layout, str, dict[str, Any]]:
+def _parsed(header: bytes) -> tuple[FileLayout, str, dict[str, Any]]:
     """Return the layout, the checksums of blocks and the content of a header."""
     blocks, _, rest = header[_BLOCKS_AT:].decode("ascii").partition(_BEFORE_CONTENT.decode())
     text, _ = json.JSONDecoder().raw_decode(rest)
     content = expect(parse(expect(text, str).encode("ascii")), dict)
-    layout = Layout(table_from_json(content.pop("tensors")), content)
+    layout = FileLayout(table_from_json(content.pop("tensors")), content)
     if layout.header(blocks) != header or len(blocks) != DIGITS * layout.num_blocks:
         raise ValueError("its header does not match its checksum, or contradicts itself")
     return layout, blocks, content
@@ -322,11 +322,11 @@ def file_writer(
 
     Values that no file can hold are a `ValueError` or `TypeError` before anything is written.
     """
-    layout = Layout(table_of(tensors), content)
+    layout = FileLayout(table_of(tensors), content)
     return partial(_write, tensors=tensors, layout=layout)
 
 
-def _write(write_at: WriteAt, tensors: Mapping[str, Tensor], layout: Layout) -> str:
+def _write(write_at: WriteAt, tensors: Mapping[str, Tensor], layout: FileLayout) -> str:
     """Write a file from the tensors' own memory.
 
     The header is written last. While a block is in the processor's cache for its checksum, it is

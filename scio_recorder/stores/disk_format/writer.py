@@ -33,7 +33,6 @@ from scio_recorder.stores.disk_format.medium import (
     accessing,
 )
 from scio_recorder.stores.disk_format.reader import (
-    Ids,
     KeptBatches,
     Packed,
     Run,
@@ -267,8 +266,14 @@ class RunWriter:
             if kept is not None:
                 held |= _kept_tensors(kept, len(ids))
             token = uuid.uuid4().hex[:16] if state is not None and state.tensors else None
-            content = self._content(ids, rows, state, token, kept)
             number = len(self.run.chunks[self._rank])
+            content = {
+                **self.run.description.place(self._rank, number, self.durable),
+                "ids": ids_to_json(ids),
+                "rows": rows,
+                "batches": None if kept is None else list(kept.rows),
+                "state": None if state is None else {"value": state.value, "file": token},
+            }
             files = [(chunk_name(self._rank, number), file_writer(held, content))]
             if state is not None and token is not None:
                 named = {str(number): tensor for number, tensor in enumerate(state.tensors)}
@@ -364,26 +369,6 @@ class RunWriter:
             if not 0 <= first <= last < total:
                 raise ValueError(f"there are rows of samples other than the {total} samples here")
         return {name: tensors[name] for name in wanted}
-
-    def _content(
-        self,
-        ids: Ids,
-        rows: int | None,
-        state: Packed | None,
-        token: str | None,
-        kept: KeptBatches | None,
-    ) -> dict[str, JSON]:
-        """Return the content of a chunk besides its tensors."""
-        place = self.run.description.place(
-            self._rank, len(self.run.chunks[self._rank]), self.durable
-        )
-        return {
-            **place,
-            "ids": ids_to_json(ids),
-            "rows": rows,
-            "batches": None if kept is None else list(kept.rows),
-            "state": None if state is None else {"value": state.value, "file": token},
-        }
 
     def _remove_what_does_not_count(self) -> None:
         """Remove this rank's files that don't count, whoever put them.
