@@ -427,7 +427,10 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
         tensor([[1., 3.]])
         """
         if torch.compiler.is_compiling():
-            return self._forward_compiled(args, kwargs, activation_postproc, dont_record)
+            # An exported program runs elsewhere: nothing can be recorded here.
+            records_outputs = not (dont_record or private.is_exporting())
+            posts = self._posts_of(activation_postproc)
+            return self._capture.run_compiled(self._net, args, kwargs, posts, records_outputs)
         if kwargs:
             _refuse_mistaken(self._net, kwargs)
         # Attributes of a module that are modules are found last, which takes a microsecond.
@@ -465,18 +468,6 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
             return output
 
         CallWrapper(self, run).put_around()
-
-    def _forward_compiled(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        activation_postproc: Postprocessors | None,
-        dont_record: bool,
-    ) -> Any:
-        posts = self._posts_of(activation_postproc)
-        # An exported program runs elsewhere: nothing can be recorded here.
-        records_outputs = not (dont_record or private.is_exporting())
-        return self._capture.run_compiled(self._net, args, kwargs, posts, records_outputs)
 
     def _posts_of(self, posts: Postprocessors | None) -> Any:
         program = self._capture.program

@@ -275,7 +275,7 @@ class OpenCollection:
         elif kind is not None:
             rows = kind.of(source)
         ids, number = self._ids(source, rows, is_taken=is_taken)
-        rows = rows or BatchRows.of_samples(number, self._labelled)
+        rows = rows or BatchRows(("batch",), (number,), number, labelled=self._labelled)
         num_repeats = number - len(ids)
         if num_repeats:
             rows = rows.of_some(0, rows.num_samples - num_repeats)
@@ -544,7 +544,9 @@ def _run_batches(
             counted = opened.end(batch)
             if is_taken:
                 advance(*counted)
-    if feed.number == 0 and not feed.may_be_empty:
+    # Other processes may have batches if this one has none.
+    may_be_empty = feed.part is not None or (feed.share is not None and not feed.share.is_even)
+    if feed.number == 0 and not may_be_empty:
         used = "; an iterator can be used only once, so give a list, a DataLoader or a new iterator"
         more = used if isinstance(feed.batches, Iterator) else ""
         raise CollectError(f"batches is empty: it gave no batch to run the net on{more}")

@@ -296,11 +296,6 @@ class Feed:
         return placed
 
     @property
-    def may_be_empty(self) -> bool:
-        """Whether other processes may have batches if this one has none."""
-        return self.part is not None or (self.share is not None and not self.share.is_even)
-
-    @property
     def has_indices(self) -> bool:
         """Whether samples are known by their indices in a dataset."""
         return self.share is not None and self.share.batches is not None

@@ -74,11 +74,6 @@ class BatchRows:
     other_half: str | None = None
     has_others: bool = False
 
-    @classmethod
-    def of_samples(cls, number: int, labelled: tuple[int] | None = None) -> BatchRows:
-        """Return the rows of a batch of this many samples, in which each sample is a row."""
-        return cls(("batch",), (number,), number, labelled=labelled)
-
     def __post_init__(self) -> None:
         self.num_rows = math.prod(self.shape) if self.index is None else len(self.index)
         self.are_samples = not self.columns

@@ -1,22 +1,27 @@
-"""Rows that are not samples: through every store, and sample by sample."""
+"""Rows that are not samples: through every store, by sample, in batches, shown and exported."""
 
 from __future__ import annotations
 
 import gc
+import json
 import pickle
 
 import pytest
 import torch
 
 from scio_recorder import open_recording
+from scio_recorder.command_line import main as run
 from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.recording.readable import RowsOfSamples
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Device, Disk, Host
 from scio_recorder.stores.files import DiskTensor
+from tests.integrations.test_exporting import FORMS, assert_exported, export, read
+from tests.recording.nets import LoaderMemory
 from tests.recording.rows import (
     ALL_PASSES,
     GENERATED,
+    MANY,
     NARROW,
     PADDED,
     WIDE,
@@ -190,3 +195,234 @@ def test_repr_and_reduced_layers():
     reduced = rnet.collect([torch.randn(2, 3, 4)], reduce=Mean())
     with pytest.raises(ArgumentError, match=r"no rows of 1-1 0 \(Linear\): collect without reduce"):
         reduced.by_sample("0")
+
+
+def test_the_frame_counts_rows_where_there_are_some():
+    recording = write("host", PADDED)
+    frame = recording.to_frame()
+    assert frame["samples"].tolist() == [6, 6]
+    assert frame["rows"].tolist() == [9, 9]
+    assert frame["shape"].tolist() == [(4,), (2,)]
+    wide = expected(PADDED)[WIDE].double()
+    assert frame.loc["1-1", "mean"] == pytest.approx(float(wide.mean()))
+    assert frame.loc["1-1", "std"] == pytest.approx(float(wide.std()))
+    rnet = recorder()
+    assert "rows" not in rnet.collect([torch.randn(2, 3, 4)]).to_frame()
+
+
+def test_the_report_tells_rows_from_samples(tmp_path):
+    page = write("host", PADDED).report(tmp_path / "page.html").read_text(encoding="utf-8")
+    for text in ("0 to 3, 1.5 on average", "<dt>Rows</dt><dd>9</dd>"):
+        assert text in page
+    page = recorder().collect([torch.randn(2, 3, 4)]).report(tmp_path / "page.html")
+    text = page.read_text(encoding="utf-8")
+    assert "<dt>Samples</dt><dd>2</dd>" in text
+    assert "<dt>Rows" not in text
+
+
+def test_without_any_row(tmp_path):
+    recording = write(f"disk:{tmp_path}/run", [Pass(range(2), [])])
+    page = recording.report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "There are no rows." in page
+    assert recording.by_sample("0")[1].shape == (0, 4)
+    assert recording.to_frame()["rows"].tolist() == [0, 0]
+    assert recording.to_arrow().read_all().num_rows == 0
+    assert list(recording.loader("0", batch_size=2, with_rows=True)) == []
+
+
+def test_names_of_somebody_else_do_nothing_to_a_terminal_or_a_page(tmp_path, capsys, monkeypatch):
+    evil = "\x1b[31m[bold]<script>\u202e"
+    made = expected(PADDED[:1])
+    monkeypatch.setattr(
+        "tests.recording.rows.tensors_of", lambda rows: {**made, evil: made["token"]}
+    )
+    recording = write(f"disk:{tmp_path}/run", PADDED[:1])
+    assert run(["inspect", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown
+    # A terminal may break the line inside the name.
+    assert r"\x1b[31m[bold]<script>\u202e" in "".join(shown.split())
+    page = recording.report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "\x1b[31m" not in page
+    assert "[bold]<script>" not in page
+
+
+def test_inspect_verify_and_report(tmp_path, capsys):
+    write(Disk(tmp_path / "run", chunk_bytes=60), GENERATED)
+    assert run(["inspect", str(tmp_path / "run")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "4 samples, 13 rows (sample, position, token), complete" in shown
+    assert run(["verify", str(tmp_path / "run")]) == 0
+    assert "all checksums match" in capsys.readouterr().out
+    assert run(["report", str(tmp_path / "run")]) == 0
+    file = next((tmp_path / "run").glob("chunk-*1.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert run(["verify", str(tmp_path / "run")]) == 1
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+@pytest.mark.parametrize("passes", [*ALL_PASSES, "many"])
+@pytest.mark.parametrize("form", FORMS)
+def test_exports_carry_rows(form, passes, store, tmp_path):
+    passes = {**ALL_PASSES, "many": MANY}[passes]
+    named = [Pass([f"text {number}" for number in ids], rows) for ids, rows in passes]
+    place = Disk(tmp_path / "run", chunk_bytes=60) if store == "disk" else store
+    exported = export(write(place, named), form, tmp_path / "out")
+    wanted = expected(passes)
+    names = {WIDE: "1-1_0", NARROW: "1-2_1"}
+    for key, tensor in wanted.items():
+        assert_exported(exported, names.get(key, key), tensor)
+    ids = ids_of(named)
+    assert read(exported, "sample_id").tolist() == [ids[at] for at in wanted["sample"]]
+    columns = exported.array_keys() if form == "zarr" else exported.column_names
+    assert {*columns} == {"sample_id", "1-1_0", "1-2_1", "sample", "position", "token"}
+
+
+def test_metadata_say_what_is_known_of_rows():
+    table = write("host", PADDED).to_arrow()
+    about = json.loads(table.schema.metadata[b"scio_recorder"])
+    assert about["rows"] == {
+        "sample": {"dtype": "int64", "shape": []},
+        "position": {"dtype": "int64", "shape": []},
+        "token": {"dtype": "int32", "shape": []},
+    }
+    assert list(about["layers"]) == ["1-1_0", "1-2_1"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_columns_of_one_name_are_refused(form, tmp_path, monkeypatch):
+    made = expected(PADDED)
+    monkeypatch.setattr(
+        "tests.recording.rows.tensors_of", lambda rows: {**made, "sample_id": made["token"]}
+    )
+    recording = write("host", [Pass(range(6), [(0, 0)] * 9)])
+    with pytest.raises(ArgumentError, match="'sample_id', which another column"):
+        export(recording, form, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_of_rows_is_no_page_and_no_export(tmp_path):
+    write(f"disk:{tmp_path}/run", PADDED)
+    file = next((tmp_path / "run").glob("chunk-*"))
+    data = bytearray(file.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little")] ^= 1
+    file.write_bytes(data)
+    recording = open_recording(tmp_path / "run")
+    assert torch.equal(recording["0"][:], expected(PADDED)[WIDE])
+    for act in (
+        lambda: recording.report(tmp_path / "page.html"),
+        lambda: recording.to_zarr(tmp_path / "arrays"),
+        lambda: recording.by_sample("0")[0],
+    ):
+        with pytest.raises(RecordingError, match="is damaged"):
+            act()
+    assert {one.name for one in tmp_path.iterdir()} == {"run"}
+
+
+NUM_ROWS = len(expected(MANY)["sample"])
+
+
+def made(store, path, passes=MANY):
+    return write(Disk(path / "run", chunk_bytes=500) if store == "disk" else store, passes)
+
+
+@pytest.fixture(params=["host", "disk"])
+def recording(request, tmp_path):
+    return made(request.param, tmp_path)
+
+
+def places(known):
+    """Where rows are in the recording, by what is unique of each."""
+    wanted = expected(MANY)
+    numbers = {
+        (int(sample), int(position)): place
+        for place, (sample, position) in enumerate(
+            zip(wanted["sample"], wanted["position"], strict=True)
+        )
+    }
+    pairs = zip(known["sample"].tolist(), known["position"].tolist(), strict=True)
+    return [numbers[pair] for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "buffer_bytes", "batch_size"),
+    [(True, 1, 16), (True, 900, 16), (True, 1 << 20, 1000), (False, 900, 16)],
+)
+def test_every_row_comes_once_with_what_it_is(recording, shuffle, buffer_bytes, batch_size):
+    loader = recording.loader(
+        batch_size=batch_size, shuffle=shuffle, buffer_bytes=buffer_bytes, with_rows=True
+    )
+    wanted, seen = expected(MANY), []
+    assert len(loader) == -(-NUM_ROWS // batch_size)
+    for batch, known in loader:
+        assert list(batch) == [WIDE, NARROW]
+        assert list(known) == ["sample", "position", "token"]
+        at = places(known)
+        seen += at
+        for key, found in {**batch, **known}.items():
+            assert found.dtype == wanted[key].dtype
+            assert torch.equal(found, wanted[key][at])
+    assert sorted(seen) == list(range(NUM_ROWS))
+    assert (seen == sorted(seen)) is not shuffle
+
+
+@pytest.mark.parametrize("buffer_bytes", [900, 1 << 20])
+def test_the_order_is_the_same_without_what_rows_are(recording, buffer_bytes):
+    options = {"batch_size": 16, "shuffle": True, "buffer_bytes": buffer_bytes}
+    without = recording.loader("0", **options)
+    with_rows = recording.loader("0", **options, with_rows=True)
+    for batch, (other, _) in zip(without, with_rows, strict=True):
+        assert torch.equal(batch, other)
+    # So a state of the one serves the other.
+    state = without.state_dict()
+    with_rows.load_state_dict({**state, "batches": 2})
+    rest = [batch for batch, _ in with_rows]
+    assert all(map(torch.equal, rest, list(without)[2:]))
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_a_state_of_other_rows_is_refused(tmp_path, store):
+    # Layers are alike, and what rows are is not.
+    first = made(store, tmp_path / "first", [Pass(range(2), [(0, 0), (0, 1), (1, 0)])])
+    other = made(store, tmp_path / "other", [Pass(range(2), [(0, 0), (0, 1), (1, 0)])])
+    if store == "host":
+        other.rows["token"][1] += 1
+    state = first.loader("0", batch_size=2).state_dict()
+    with pytest.raises(RecordingError, match="of another recording"):
+        other.loader("0", batch_size=2).load_state_dict(state)
+    first.loader("0", batch_size=2).load_state_dict(state)
+
+
+def test_samples_are_counted_over_all_ranks(tmp_path):
+    for rank in range(2):
+        ids = [f"{rank}-{number}" for number in range(6)]
+        passes = [Pass(ids, [row for one in PADDED for row in one.rows])]
+        write(Disk(tmp_path / "run", rank=rank, world_size=2), passes)
+    recording = open_recording(tmp_path / "run")
+    for buffer_bytes in (1, 1 << 20):
+        loader = recording.loader(
+            "0", batch_size=4, shuffle=True, with_rows=True, buffer_bytes=buffer_bytes
+        )
+        for batch, known in loader:
+            number = 100 * (known["sample"] % 6) + known["position"]
+            assert torch.equal(batch[:, 0], number.float())
+        samples = torch.cat([known["sample"] for _, known in loader])
+        assert torch.equal(samples.sort().values, recording.rows["sample"][:])
+
+
+def test_memory_is_bounded_by_the_buffer(tmp_path, monkeypatch):
+    buffer_bytes = 20_000
+    rows = [(sample, at) for sample in range(200) for at in range(5)]
+    recording = made("disk", tmp_path, [Pass(range(200), rows)])
+    held = LoaderMemory(monkeypatch)
+    loader = recording.loader(
+        "1", batch_size=8, shuffle=True, with_rows=True, buffer_bytes=buffer_bytes
+    )
+    assert sum(len(batch) for batch, _ in loader) == 1000
+    # Two batches, and a number and a place for each row in the buffer.
+    row_bytes = 4 + 8 + 8 + 4
+    in_all = held.most * (row_bytes + 16) / row_bytes + 2 * 8 * row_bytes
+    assert 0.9 * buffer_bytes < in_all <= buffer_bytes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections import namedtuple
 
 import numpy as np
@@ -308,3 +310,16 @@ def test_keys_of_a_recording():
         recording["1-4"]
     with pytest.raises(LayerNotFoundError, match="ambiguous"):
         recording["2.act"]
+
+
+def test_opening_imports_nothing_that_runs_nets():
+    code = """
+import sys
+from scio_recorder import open_recording
+assert open_recording.__module__ == "scio_recorder.recording.recording"
+running = ("capture", "recorder", "events", "integrations", "command_line")
+found = [name for name in sys.modules if name.split(".")[1:2] and name.split(".")[0] ==
+         "scio_recorder" and name.split(".")[1] in running]
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

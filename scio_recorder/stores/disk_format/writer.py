@@ -267,7 +267,7 @@ class RunWriter:
                 held |= _kept_tensors(kept, len(ids))
             token = uuid.uuid4().hex[:16] if state is not None and state.tensors else None
             number = len(self.run.chunks[self._rank])
-            content = {
+            content: dict[str, JSON] = {
                 **self.run.description.place(self._rank, number, self.durable),
                 "ids": ids_to_json(ids),
                 "rows": rows,
