@@ -36,7 +36,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from scio_recorder.interpreter import level_outside
 
@@ -194,8 +194,37 @@ class ShardWarning(UserWarning):
     """A layer returns a shard, so its record is only this process's part of the activation."""
 
 
-def raised_by(what: str, error: Exception, kind: type[RecorderError] = CollectError) -> Exception:
-    """Return an error that names the caller's function that raised; it can be caught as both.
+def raise_as(kind: type[RecorderError], error: Exception, text: str) -> NoReturn:
+    """Raise what `caught_as` returns, caused by the error that was caught.
+
+    Parameters
+    ----------
+    kind : type
+        A class of this tree.
+    error : Exception
+        The error that was caught.
+    text : str
+        The message.
+
+    Examples
+    --------
+    >>> try:
+    ...     raise_as(CollectError, KeyError("image"), "batch 3 has no image")
+    ... except KeyError as error:
+    ...     print(type(error).__name__, repr(error.__cause__))
+    CollectError KeyError('image')
+    """
+    made = caught_as(kind, error, text)
+    if made is error:
+        # It must not become its own cause.
+        raise error
+    raise made from error
+
+
+def raise_of_caller(
+    what: str, error: Exception, kind: type[RecorderError] = CollectError
+) -> NoReturn:
+    """Raise an error that names the caller's function that raised; it can be caught as both.
 
     Parameters
     ----------
@@ -208,10 +237,12 @@ def raised_by(what: str, error: Exception, kind: type[RecorderError] = CollectEr
 
     Examples
     --------
-    >>> print(raised_by("batch 3: to_inputs", KeyError("image")))
-    batch 3: to_inputs raised KeyError: 'image'
+    >>> raise_of_caller("batch 3: to_inputs", TypeError("no image"))
+    Traceback (most recent call last):
+    ...
+    scio_recorder.errors.CollectError: batch 3: to_inputs raised TypeError: no image
     """
-    return caught_as(kind, error, f"{what} raised {type(error).__name__}: {error}")
+    raise_as(kind, error, f"{what} raised {type(error).__name__}: {error}")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from scio_recorder.capture.gradients import CallStart, CallStarts
 from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.capture.own_code import ObservingMode, OwnCodeHook, RunningCode, run_in_mode
 from scio_recorder.capture.program import RecordOptions
-from scio_recorder.errors import caught_as, needing, raised_by, warn
+from scio_recorder.errors import caught_as, needing, raise_of_caller, warn
 from scio_recorder.nets.architecture import nearest
 from scio_recorder.nets.attention import AttentionReader
 from scio_recorder.nets.hookable import takes_hooks
@@ -90,7 +90,7 @@ __all__ = [
     "plain_parts",
     "preserved_rng",
     "raise_for_batch",
-    "raised_by",
+    "raise_of_caller",
     "random_state",
     "reached",
     "refuse_transforms",

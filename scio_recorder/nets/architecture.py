@@ -260,8 +260,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         """
         if self.means_operation(key):
             return self.operations_of(key)
-        label = label_of(key)
-        if label is not None and label in self._rows:
+        label = self._label_at(key)
+        if label is not None:
             return (label,)
         if isinstance(key, nn.Module):
             return [row.label for row in self.values() if row.module is key]
@@ -499,9 +499,23 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
             and index in ("", str(label.index))
         ]
 
+    def _label_at(self, key: object) -> DepthIdx | None:
+        """Return the label that a key is; None if it is none of a row."""
+        label = label_of(key)
+        if label is None or label not in self._rows:
+            return None
+        if isinstance(key, str) and self._names.get(key, (label,)) != (label,):
+            named = self._names[key]
+            raise LayerNotFoundError(
+                f"{key!r} is the label of {self._known[label]}, and the name of "
+                f"{self._known[named[0]]}: for the label write {tuple(label)}, for the name the "
+                f"module, rnet.net.get_submodule({key!r}), or a pattern, '[{key[0]}]{key[1:]}'"
+            )
+        return label
+
     def _layers_at(self, text: str) -> set[DepthIdx]:
-        label = label_of(text)
-        if label is not None and label in self._rows:
+        label = self._label_at(text)
+        if label is not None:
             return {label}
         names = [text] if text in self._names else fnmatch.filter(self._names, text)
         return {label for name in names for label in self._names[name]}

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import PostprocessorError, raised_by, warn
+from scio_recorder.errors import PostprocessorError, raise_of_caller, warn
 from scio_recorder.layer import Layer, Operation, RowIdx, counted, describe, few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import by_selector
@@ -44,8 +44,8 @@ def assign(
     order : sequence of (int, int)
         The recorded layers in the order in which they return.
     postprocessors : callable, sequence or mapping
-        One for all; one for each recorded layer in that order, where surplus ones are ignored; or
-        by selector.
+        One for all; one for each recorded layer in that order; or by
+        selector.
 
     Returns
     -------
@@ -55,7 +55,7 @@ def assign(
     Raises
     ------
     PostprocessorError
-        Too few, not callable, on a layer that is not recorded, or two on one layer.
+        Too few or too many, not callable, on a layer that is not recorded, or two on one layer.
     LayerNotFoundError
         A selector of the mapping matches no layer.
 
@@ -95,7 +95,14 @@ def _chosen(
             f"recorded layers, so none is left for {missing}: give one for each, in the order in "
             "which the layers return, or a single callable for all of them"
         )
-    chosen = dict(zip(order, postprocessors, strict=False))
+    if len(postprocessors) > len(order):
+        layers = few([architecture[label] for label in order], 3) or "no layer"
+        raise PostprocessorError(
+            f"activation_postproc has {len(postprocessors)} post-processors for {len(order)} "
+            f"recorded layers, {layers}: give one for each, in the order in which the layers "
+            "return, or a mapping by selector"
+        )
+    chosen = dict(zip(order, postprocessors, strict=True))
     for label, function in chosen.items():
         if isinstance(function, type) or not callable(function):
             check_postprocessor(f"layer {architecture[label]}", function)
@@ -325,7 +332,7 @@ class Assigned:
                     f"{where} takes other arguments than the layer's output, the only one that it "
                     "is given: write a function of one argument, lambda output: ..."
                 ) from error
-            raise raised_by(where, error, PostprocessorError) from error
+            raise_of_caller(where, error, PostprocessorError)
 
     def _compare(self, before: _Kinds, after: _Kinds, layer: Layer, where: str) -> None:
         """Remember what a post-processor has changed that a network may not go on with."""

@@ -276,7 +276,7 @@ class Collecting(nn.Module):
             Nothing is selected, batches are not understood or are samples, samples have different
             shapes, or something else can't be done as asked.
         PostprocessorError
-            Too few post-processors, or one that failed.
+            Too few or too many post-processors, or one that failed.
         RecordingError
             The disk fails, or holds a recording with other settings.
 

@@ -415,7 +415,7 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
         FlowError
             A module with a recorded layer ran more or less often than at labelling.
         PostprocessorError
-            Too few post-processors, or one that failed.
+            Too few or too many post-processors, or one that failed.
 
         Examples
         --------

@@ -12,7 +12,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from scio_recorder.errors import CollectError, raised_by
+from scio_recorder.errors import CollectError, raise_of_caller
 from scio_recorder.layer import Layer, Operation, RowIdx, TensorSpec, text_of
 from scio_recorder.nets.attention import Attention
 from scio_recorder.nets.records import Inputs
@@ -156,7 +156,7 @@ class LayerSink(abc.ABC):
         try:
             result = transform(activation, batch.loaded)
         except Exception as error:
-            raise raised_by(f"the transform of layer {self.layer}", error) from error
+            raise_of_caller(f"the transform of layer {self.layer}", error)
         if list(map(version_of, received)) != before:
             raise CollectError(
                 f"the transform of layer {self.layer} changed the activation in place, and so the "
@@ -314,7 +314,7 @@ class ReduceSink(LayerSink):
                 error.add_note(f"raised while reducing layer {self.layer}")
                 raise
             except Exception as error:
-                raise raised_by(f"{reduction!r} of layer {self.layer}", error) from error
+                raise_of_caller(f"{reduction!r} of layer {self.layer}", error)
 
     def _check_part(self) -> None:
         """Refuse a batch that counts in part, if a reduction would read all of it."""

@@ -25,8 +25,8 @@ from scio_recorder.errors import (
     CollectError,
     CollectWarning,
     RecorderError,
-    caught_as,
-    raised_by,
+    raise_as,
+    raise_of_caller,
     warn,
 )
 from scio_recorder.interpreter import objects_in
@@ -195,7 +195,7 @@ class Feed:
             except RecorderError:
                 raise
             except Exception as error:
-                raise raised_by(f"batch {self.number}: the loader", error) from error
+                raise_of_caller(f"batch {self.number}: the loader", error)
             self._chosen = None if chosen is None else next(chosen, ChosenSamples([], 0))
             is_taken = self.is_taken
             # Only running numbers count the others.
@@ -256,7 +256,7 @@ class Feed:
         try:
             return getattr(self.asked, name)(batch)
         except Exception as error:
-            raise raised_by(f"batch {self.number}: {name}", error) from error
+            raise_of_caller(f"batch {self.number}: {name}", error)
 
     def place_settings(self, *, is_shared: bool) -> dict[str, Any]:
         """Return the settings of this process's share, which must agree on resuming.
@@ -618,7 +618,7 @@ def raise_for_batch(
         raise error
     refused = _refused(net, inputs) if isinstance(error, TypeError) else ""
     text = refused or _failed(error, architecture, net, inputs, batch)
-    raise caught_as(CollectError, error, f"batch {number}: {text}") from error
+    raise_as(CollectError, error, f"batch {number}: {text}")
 
 
 def _failed(

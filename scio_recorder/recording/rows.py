@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.errors import CollectError, RecorderError, raised_by
+from scio_recorder.errors import CollectError, RecorderError, raise_of_caller
 from scio_recorder.layer import Layer, counted
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.properties import is_dense
@@ -358,7 +358,7 @@ class Source:
             try:
                 value = name(self.batch)
             except Exception as error:
-                raise raised_by(f"batch {self.number}: {what} of rows=", error) from error
+                raise_of_caller(f"batch {self.number}: {what} of rows=", error)
         elif (value := self.find(name)) is None:
             raise CollectError(
                 f"rows= has {what}={name!r}, but batch {self.number} has no such key, attribute or "

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from scio_recorder.errors import CollectError, RecordingError, raised_by
+from scio_recorder.errors import CollectError, RecordingError, raise_of_caller
 from scio_recorder.layer import counted
 from scio_recorder.tensors.arithmetic import undisturbed, with_float64, without_lazy_sign
 from scio_recorder.tensors.copies import gathered
@@ -238,7 +238,7 @@ class Labels:
         try:
             result = by(batch)
         except Exception as error:
-            raise raised_by("by=", error) from error
+            raise_of_caller("by=", error)
         # Tensors and NumPy arrays convert as a whole much faster than element by element.
         values = result.tolist() if hasattr(result, "tolist") else result
         if isinstance(values, str) or not isinstance(values, Iterable):

@@ -33,7 +33,7 @@ from scio_recorder.lowlevel import (
     LayerOptions,
     caught_as,
     opened,
-    raised_by,
+    raise_of_caller,
     several,
 )
 from scio_recorder.stores import Disk, Store, as_store
@@ -252,7 +252,7 @@ class Parts:
         try:
             return self.make_batches(part)
         except Exception as error:
-            raise raised_by(f"make_batches({part})", error) from error
+            raise_of_caller(f"make_batches({part})", error)
 
     def _run(self, part: int, batches: Iterable[Any], lease: Lease | None) -> None:
         refuse_split(batches, part)

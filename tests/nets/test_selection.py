@@ -21,6 +21,7 @@ from scio_recorder.layer import Layer
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.selection import select
+from scio_recorder.reductions import Mean
 from tests.zoo.base import Net, linear
 
 
@@ -230,6 +231,46 @@ def test_an_exact_name_with_the_characters_of_a_glob():
     assert select(architecture, ["a[0]"]) == ((1, 1),)
     assert select(architecture, ["a[[]0]"]) == ((1, 1),)
     assert select(architecture, ["a*"]) == ((1, 1), (1, 2))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda rnet: rnet.record("1-2"),
+        lambda rnet: rnet.record((1, 1), "1-2"),
+        lambda rnet: rnet.record("1-2/linear"),
+        lambda rnet: rnet.operations("1-2"),
+        lambda rnet: rnet.activations["1-2"],
+        lambda rnet: rnet(torch.ones(2, 3), activation_postproc={"1-2": torch.neg}),
+        lambda rnet: rnet.collect([torch.ones(2, 3)], reduce={"1-2": Mean()}),
+    ],
+)
+def test_a_name_that_is_the_label_of_another_layer(use: Callable[[Recorder], Any]) -> None:
+    names = ["0-1", "1-1", "1-2", "1-3"]
+    layers = [nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh()]
+    net = nn.Sequential(OrderedDict(zip(names, layers, strict=True)))
+    rnet = Recorder(net, input_size=(1, 3))
+    rnet.record("*")
+    # The root is 0-1, and a child has that name.
+    for ambiguous, label in (("1-2", (1, 2)), ("0-1", (0, 1))):
+        with pytest.raises(LayerNotFoundError, match=re.escape(f"write {label}, for the name")):
+            rnet.architecture.resolve(ambiguous)
+    with pytest.raises(LayerNotFoundError, match=re.escape("'[1]-2'")):
+        use(rnet)
+    output = rnet(torch.ones(2, 3))
+    assert torch.equal(rnet.activations[net.get_submodule("1-3")], output)
+    assert rnet.activations[(1, 2)] is not None
+    rnet.record("[1]-2")
+    assert rnet.recording == ((1, 3),)
+    rnet.record("1-4")
+    assert rnet.recording == ((1, 4),)
+
+
+def test_a_name_that_is_the_label_of_its_own_layer():
+    net = nn.Sequential(OrderedDict([("1-1", nn.ReLU()), ("1-2", nn.Tanh())]))
+    rnet = Recorder(net, input_size=(1, 3))
+    rnet.record("1-2")
+    assert rnet.recording == ((1, 2),)
 
 
 def test_without_modules_names_and_labels_still_select():

@@ -144,6 +144,37 @@ def test_an_error_that_can_be_nothing_else_gets_a_note() -> None:
     assert error.__notes__ == ["batch 3"]
 
 
+def no_room(*given: object) -> Any:
+    raise MemoryError("no room")
+
+
+def loader_without_room() -> Iterator[Any]:
+    yield GOOD
+    no_room()
+
+
+@pytest.mark.parametrize(
+    ("batches", "options"),
+    [
+        (loader_without_room(), {}),
+        ([GOOD], {"to_inputs": no_room}),
+        ([GOOD], {"sample_ids": no_room}),
+        ([GOOD], {"transform": no_room}),
+        ([GOOD], {"rows": Tokens(where=no_room)}),
+        ([GOOD], {"reduce": Mean(by=no_room)}),
+        ([GOOD], {"activation_postproc": no_room}),
+    ],
+)
+def test_no_error_is_its_own_cause(rnet: Recorder, batches: Any, options: Any) -> None:
+    """A class that can't be joined with ours is raised as it is."""
+    with pytest.raises(MemoryError, match="no room") as caught:
+        rnet.collect(batches, **options)
+    error: BaseException | None = caught.value
+    for _ in range(10):
+        error = error and (error.__cause__ or error.__context__)
+    assert error is None
+
+
 @pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(3, 3, 1), nn.Embedding(4, 4)])
 @pytest.mark.parametrize(
     ("own", "given"),
