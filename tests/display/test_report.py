@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import re
 import stat
@@ -15,7 +14,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 from scio_recorder import Recorder, Recording, open_recording, reductions
@@ -49,13 +47,6 @@ def test_every_link_leads_somewhere(tmp_path: Path) -> None:
     ids = re.findall(r' id="([^"]*)"', html)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'href="#([^"]*)"', html)) <= set(ids)
-
-
-def test_warnings_stand_first_and_name_the_layers(tmp_path: Path) -> None:
-    html = text(small_recording(), tmp_path)
-    warning = html[html.index('class="warning"') : html.index('id="statistics"')]
-    assert 'href="#layer-1-3"' in warning
-    assert "1-1" not in warning
 
 
 def test_counts_of_the_warning(tmp_path: Path) -> None:
@@ -150,28 +141,6 @@ def test_pages_of_memory_and_disk_show_the_same_numbers(tmp_path: Path) -> None:
     ours = rows.findall(text(recording, tmp_path))
     assert ours == rows.findall(text(open_recording(tmp_path / "run"), tmp_path))
     assert len(ours) == 4
-
-
-def test_samples_on_disk_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = small_recording()
-    recording.save(tmp_path / "run")
-    read: list[int] = []
-    lazy = open_recording(tmp_path / "run")
-    reader = lazy["1-3"].reader  # the only road to the samples
-    original = type(reader).read
-
-    def counting(self: object, layer: str, start: int, stop: int) -> torch.Tensor:
-        read.append(stop - start)
-        return original(self, layer, start, stop)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(type(reader), "read", counting)
-    whole = lazy.report(tmp_path / "page.html").read_text(encoding="utf-8")
-    monkeypatch.setattr("scio_recorder.recording.readable._PART_BYTES", 64)
-    read.clear()
-    page = lazy.report(tmp_path / "page.html").read_text(encoding="utf-8")
-    assert max(read) < 8
-    assert sum(read) == 2 * 8 * 4, "a layer is read twice"
-    assert table_of(page) == table_of(whole)
 
 
 def test_title_and_type_of_the_net(tmp_path: Path) -> None:
@@ -277,18 +246,6 @@ def test_layers_are_read_with_one_thread(tmp_path: Path, monkeypatch: pytest.Mon
     finally:
         torch.set_num_threads(threads)
     assert seen == [1, 1]
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_bar_on_a_terminal_and_nowhere_else(
-    is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = io.StringIO()
-    console = Console(file=shown, force_terminal=is_terminal, width=80)
-    monkeypatch.setattr("scio_recorder.display.progress.Console", lambda stderr: console)
-    of(torch.ones(2, 2)).report(tmp_path / "page.html")
-    assert ("reading layers" in shown.getvalue()) == is_terminal
-    assert is_terminal or shown.getvalue() == ""
 
 
 def test_command_line(

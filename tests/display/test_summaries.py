@@ -347,21 +347,6 @@ def test_what_a_reduction_of_ones_own_says_is_shown() -> None:
     assert len(kept(torch.ones(4, 2), reduce=Told()).to_frame()) == 1
 
 
-def test_numbers_agree_with_to_frame() -> None:
-    samples = torch.randn(8, 3)
-    samples[1, 1] = math.nan
-    recording = kept(samples)
-    row = recording.to_frame().loc["0-1"]
-    values = summarise(recording, [(0, 1)], 5)[0].values
-    assert (row["mean"], row["std"], row["min"], row["max"], row["nan"]) == (
-        values.mean,
-        values.std,
-        values.low,
-        values.high,
-        values.nans,
-    )
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_samples_on_a_gpu_are_looked_at_there() -> None:

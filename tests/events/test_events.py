@@ -133,18 +133,6 @@ def test_gradients_are_those_of_the_outputs(case: Case, monkeypatch: pytest.Monk
     assert wanted <= seen if differentiates_inside else wanted == seen
 
 
-def test_outer_gradient_comes_before_that_of_the_last_child() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2)))
-    with track(net) as events:
-        net(torch.ones(1, 4)).sum().backward()
-    forward = ["0", "1.0", "1.1", "1", ""]
-    backward = ["", "1", "1.1", "1.0", "0"]
-    assert order(events) == [(n, False) for n in forward] + [(n, True) for n in backward]
-    assert torch.equal(events[5].first_value, torch.ones(1, 2))
-    inner = torch.ones(1, 2) @ net[1][1].weight
-    assert torch.equal(events[8].first_value, inner)
-
-
 def test_order_and_values_are_those_of_torchs_own_module_hooks() -> None:
     def log_of(register: Any) -> list[tuple[str, Tensor]]:
         torch.manual_seed(1)

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -327,17 +326,6 @@ def test_without_a_logger_the_latest_is_kept(data: Tensor, tmp_path: Path) -> No
     monitor = LayerStatsMonitor("head")
     trainer(tmp_path, monitor, logger=False).fit(Model(), loader(data))
     assert len(monitor.latest) == 2 * 5, "five statistics of activations, and of gradients"
-
-
-@pytest.mark.campaign
-def test_the_tensorboard_logger_gets_the_same(data: Tensor, tmp_path: Path) -> None:
-    monitor = LayerStatsMonitor("head")
-    logger = TensorBoardLogger(str(tmp_path), version="log")
-    trainer(tmp_path, monitor, logger=logger).fit(Model(), loader(data))
-    events = EventAccumulator(logger.log_dir)
-    events.Reload()
-    for key, value in monitor.latest.items():
-        assert events.Scalars(key)[-1].value == pytest.approx(value, rel=1e-6)
 
 
 def test_dead_and_saturated_units(data: Tensor, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -271,32 +270,6 @@ def test_what_was_read_may_be_changed(gather: Gather) -> None:
     assert recording.recompute(rnet, "1.act")
 
 
-def transformer() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    settings = {"vocab_size": 50, "n_embd": 16, "n_layer": 12, "n_head": 2, "n_positions": 32}
-    return GPT2LMHeadModel(GPT2Config(**settings, bos_token_id=0, eos_token_id=0))
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_transformer_from_the_inputs_of_its_blocks(training: bool) -> None:
-    torch.manual_seed(0)
-    net = transformer().train(training)
-    data = [torch.randint(50, (rows, 7)) for rows in (4, 4, 3)]
-    rnet = Recorder(net, input_data=data[0], verbose=0)
-    rnet.record(re.compile(r"^transformer\.h\.\d+$"), inputs=True)
-    with Watch(net) as watch:
-        recording = rnet.collect(data, store=None, reduce=Mean())
-    torch.rand(7)
-    rnet.remove()
-    state = torch.get_rng_state()
-    found = recording.recompute(rnet, re.compile(r"\.h\.\d+\.(mlp|ln_|attn\.)"))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert len(found) == 12 * 10
-    for label, value in found.items():
-        assert same_bits(value, truth(watch, rnet.architecture[label].name)), label
-
-
 def test_changed_weights_are_an_error() -> None:
     rnet = recorder("1")
     recording = rnet.collect(batches(*SIZES))
@@ -412,3 +385,31 @@ def test_a_failure_in_the_second_run_changes_nothing() -> None:
     with pytest.raises(RecomputeError, match="failed when it was run again: ZeroDivisionError"):
         recording.recompute(rnet, "1.norm")
     assert not differences(trace(rnet.net), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("store", ["host", "device", "disk"])
+def test_a_dataset_that_a_gpu_has_run(store: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5))
+    net = nn.Sequential(inner, nn.Linear(16, 2)).cuda().train()
+    rnet = Recorder(net, input_size=(2, 16), verbose=0)
+    rnet.record("0", inputs=True)
+    data = [torch.randn(rows, 16, device="cuda") for rows in (8, 8, 3)]
+    path = tmp_path / "run"
+    with Watch(net) as watch:
+        recording = rnet.collect(data, store=f"disk:{path}" if store == "disk" else store)
+    if store == "disk":
+        recording = open_recording(path, verify=True)
+    state = torch.cuda.get_rng_state()
+    found = recording.recompute(rnet, "0.0", "0.1", "0.2")
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    for name in ("0.0", "0.1", "0.2"):
+        wanted = torch.cat([watch.calls[name, number].value for number in range(3)])
+        assert found[name].device.type == "cpu"
+        assert same_bits(found[name], wanted.cpu())
+    assert recording.inputs["0"][2].args[0].device.type == "cpu"
+    net.cpu()
+    with pytest.raises(RecomputeError, match=r"were on cuda:0, now on cpu"):
+        recording.recompute(rnet, "0.1")
