@@ -16,7 +16,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +120,7 @@ def check(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ch
     roots = net, *args, *kwargs.values()
     with capture.without_hooks():
         with untouched(*roots) as state:
-            runs = _Runs(net, (args, kwargs), state)
+            runs = _RunsFromOneState(net, (args, kwargs), state)
             bare, again = runs.run(net), runs.run(net)
         unrepeatable = [name for name in bare if _difference(bare[name], again.get(name))]
         judged = [name for name in bare if name not in unrepeatable]
@@ -129,7 +128,7 @@ def check(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ch
         try:
             # What stands around calls is part of the state that is put back.
             with untouched(*roots) as state:
-                runs = _Runs(net, (args, kwargs), state)
+                runs = _RunsFromOneState(net, (args, kwargs), state)
                 _check_passes(recorded, runs, {name: bare[name] for name in judged})
         finally:
             recorded.remove()
@@ -143,13 +142,13 @@ def check(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ch
     )
 
 
-def _check_passes(capture: Capture, runs: _Runs, bare: Mapping[str, Any]) -> None:
+def _check_passes(capture: Capture, runs: _RunsFromOneState, bare: Mapping[str, Any]) -> None:
     """Compare recorded passes with copies that are taken meanwhile, and with a bare run."""
     copies = _Copies(capture)
     for _ in range(_NUM_RECORDED_PASSES):
         with _explaining_failures():
-            facts = runs.run(partial(_recorded, capture, copies))
-        copies.compare(capture)
+            facts = runs.run(copies.run)
+        copies.compare()
         for name, value in bare.items():
             _compare(name, value, facts.get(name))
 
@@ -188,7 +187,7 @@ def _explaining_failures() -> Iterator[None]:
 # -- what the network does -------------------------------------------------------------------------
 
 
-class _Runs:
+class _RunsFromOneState:
     """Runs of a network from one state, on copies of its inputs."""
 
     def __init__(self, net: nn.Module, inputs: Any, state: NetState) -> None:
@@ -248,11 +247,6 @@ def _hooks(hooks: Mapping[int, Any]) -> list[int]:
     return [number for number, owner in owners.items() if not isinstance(owner, Uncopied)]
 
 
-def _recorded(capture: Capture, copies: _Copies, *args: Any, **kwargs: Any) -> Any:
-    with copies.taken():
-        return capture.run(capture.net, args, kwargs)
-
-
 # -- what layers return ----------------------------------------------------------------------------
 
 
@@ -271,15 +265,13 @@ class _Copies:
     """Copies of what the recorded layers return, taken at each call."""
 
     def __init__(self, capture: Capture) -> None:
-        self._architecture = capture.architecture
+        self._capture, self._architecture = capture, capture.architecture
         self._labels = [at for at in capture.program.order if not isinstance(at, OperationIdx)]
-        self._counts_calls = capture.program.counts_calls
         # By ``id`` of the module, in the order in which calls return.
         self._values: dict[int, list[Any]] = {}
 
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Take copies inside the block."""
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a recorded pass, and take copies meanwhile."""
         modules = {id(self._module(label)): self._module(label) for label in self._labels}
         self._values = {key: [] for key in modules}
         handles = [
@@ -287,23 +279,23 @@ class _Copies:
             for key, module in modules.items()
         ]
         try:
-            yield
+            return self._capture.run(self._capture.net, args, kwargs)
         finally:
             for handle in handles:
                 handle.remove()
 
-    def compare(self, capture: Capture) -> None:
+    def compare(self) -> None:
         """Compare the records of the latest pass with the copies."""
         for label in self._labels:
             module = self._module(label)
             values, calls = self._values[id(module)], self._architecture.calls(module)
-            copy = values[calls.index(label)] if self._counts_calls else tuple(values)
-            self._compare(label, copy, capture)
+            counts_calls = self._capture.program.counts_calls
+            self._compare(label, values[calls.index(label)] if counts_calls else tuple(values))
 
-    def _compare(self, label: RowIdx, copy: Any, capture: Capture) -> None:
+    def _compare(self, label: RowIdx, copy: Any) -> None:
         row = self._architecture[label]
         try:
-            record = capture.activations[label]
+            record = self._capture.activations[label]
         except MutationError as error:
             raise _failed(row, f"its record was lost, and reading it raised: {error}") from error
         different = _difference(copy, record)

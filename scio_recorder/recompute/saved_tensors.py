@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -94,11 +93,6 @@ class SavedTensors:
         self._wrappers = []
 
     def _run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with self.hooks(module):
-            return call(*args, **kwargs)
-
-    def hooks(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return the hooks on saved tensors for a call of a module that begins now."""
         active = private.active_saved_tensors_hooks()
         if (
             not torch.is_grad_enabled()
@@ -106,8 +100,9 @@ class SavedTensors:
             or private.backward_pass() != -1
             or (active is not None and self._is_own_or_checkpointing(active[0]))
         ):
-            return nullcontext()
-        return saved_tensors_hooks(_Packer(self, module, active).pack, lambda unpack: unpack())
+            return call(*args, **kwargs)
+        with saved_tensors_hooks(_Packer(self, module, active).pack, lambda unpack: unpack()):
+            return call(*args, **kwargs)
 
     def _is_own_or_checkpointing(self, pack: Any) -> bool:
         packer = getattr(pack, "__self__", None)

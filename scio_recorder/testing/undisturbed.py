@@ -95,12 +95,11 @@ def differences(
             yield from differences(actual[index], value, f"{where}[{index}]", tolerance)
     elif inside := tensors(expected):
         yield from differences(tensors(actual), inside, where, tolerance)
-    elif isinstance(expected, int | float | str | None) and not _equal(actual, expected):
+    elif isinstance(expected, int | float | str | None) and not (
+        # NaN is not even equal to itself.
+        actual == expected or (actual != actual and expected != expected)
+    ):
         yield f"{where}: {actual!r} for {expected!r}"
-
-
-def _equal(actual: Any, expected: Any) -> bool:
-    return bool(actual == expected) or (actual != actual and expected != expected)
 
 
 def _tensor_difference(
