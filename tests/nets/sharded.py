@@ -145,11 +145,11 @@ def whole(tensor: Tensor) -> Tensor:
 def plain_names(net: nn.Module) -> dict[str, str]:
     """Return the names of the layers in a net by those that they had before it was sharded."""
     wrappers = ("_fsdp_wrapped_module", "module", "_net")
-    found = {}
+    names = {}
     for name, module in net.named_modules():
         if not isinstance(module, (FullyShardedDataParallel, DistributedDataParallel)):
-            found[".".join(part for part in name.split(".") if part not in wrappers)] = name
-    return {name: found[name] for name in NAMES}
+            names[".".join(part for part in name.split(".") if part not in wrappers)] = name
+    return {name: names[name] for name in NAMES}
 
 
 def trained(call: nn.Module, forward: Callable[[Tensor], Tensor], data: Tensor) -> Iterator[Tensor]:
@@ -198,8 +198,8 @@ def check(kind: str, data: Tensor) -> None:
         assert types == ["Linear", "ReLU", "Scaled", "LayerNorm", "Linear"]
         compare(kind, rnet, call, names, data, outputs, gradients)
         rnet.remove()
-        for found, wanted in zip(trained(call, call, data), losses, strict=True):
-            torch.testing.assert_close(found, wanted)
+        for loss, wanted in zip(trained(call, call, data), losses, strict=True):
+            torch.testing.assert_close(loss, wanted)
 
 
 def labelled_without_trace(net: nn.Module) -> Recorder:
@@ -230,7 +230,7 @@ def compare(
     same = torch.equal if kind not in SIZES else partial(torch.allclose, rtol=1e-4, atol=1e-5)
     rank = dist.get_rank() % 2
 
-    def own(tensor: Tensor, name: str) -> Tensor:
+    def part_of(tensor: Tensor, name: str) -> Tensor:
         is_local = kind in SIZES and name in ("0", "1")
         return tensor.chunk(2, -1)[rank] if is_local else tensor
 
@@ -240,8 +240,8 @@ def compare(
         call(data)
         whole(call(data)).sum().backward()
         for name, here in names.items():
-            assert same(whole(rnet.activations[here]), own(outputs[name], name)), (kind, name)
-            assert same(whole(rnet.gradients[here]), own(gradients[name], name)), (kind, name)
+            assert same(whole(rnet.activations[here]), part_of(outputs[name], name)), (kind, name)
+            assert same(whole(rnet.gradients[here]), part_of(gradients[name], name)), (kind, name)
         again = Recorder(rnet.net, input_size=SIZE) if call is rnet else rnet
         assert again.architecture == rnet.architecture or kind in (
             "fsdp2",
@@ -262,8 +262,8 @@ def stop_nowhere(data: Tensor) -> None:
         rnet.record(first)
         alone = make_net()
         pairs = zip(trained(rnet, rnet, data), trained(alone, alone, data), strict=True)
-        for found, wanted in pairs:
-            torch.testing.assert_close(found, wanted)
+        for loss, wanted in pairs:
+            torch.testing.assert_close(loss, wanted)
             # After a backward pass, FSDP2 has put the shards back.
             assert scio_recorder.compare(rnet, rnet, [data, data]).first is None
             expected = alone[0](data).detach()
@@ -287,9 +287,9 @@ def count_whole_parameters() -> None:
         for name in dict(net.named_modules()):
             short = name.replace("_fsdp_wrapped_module", "").replace("..", ".").strip(".")
             assert architecture[name].num_params == wanted[short], (shard, name)
-        found: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(found, architecture.fingerprint)
-        assert len(set(found)) == 1
+        fingerprints: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(fingerprints, architecture.fingerprint)
+        assert len(set(fingerprints)) == 1
 
 
 def refuse_a_recorder_that_is_sharded(data: Tensor) -> None:
@@ -338,18 +338,20 @@ def record_stages(data: Tensor) -> None:
     part = net[:2] if rank == 0 else net[2:]
     rnet = Recorder(part, input_size=(2, 6, (4, 6)[rank]))
     rnet.record(*names, gradients=True)
-    found: list[dict[Any, Tensor]] = []
-    rnet.on_gradients(found.append)
+    gradients_seen: list[dict[Any, Tensor]] = []
+    rnet.on_gradients(gradients_seen.append)
     stage = PipelineStage(part, rank, 2, CPU)
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: output.sum())
-    given = {"target": torch.zeros(len(data))} if rank else {}
+    keywords = {"target": torch.zeros(len(data))} if rank else {}
     with rnet.watch() as passes:
-        schedule.step(*([] if rank else [data]), **given)
+        schedule.step(*([] if rank else [data]), **keywords)
     # The first pass tells shapes, and is differentiated in the last stage.
     assert len(passes) == 3
     for name in names:
         label = rnet.architecture[name].label
-        for recorded, gradients_there, truth in zip(passes[1:], found[-2:], wanted, strict=True):
+        for recorded, gradients_there, truth in zip(
+            passes[1:], gradients_seen[-2:], wanted, strict=True
+        ):
             outputs, gradients, _ = truth
             assert torch.equal(recorded[name], outputs[name])
             assert torch.equal(gradients_there[label], gradients[name])
@@ -376,7 +378,7 @@ def tell_shards() -> None:
         "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1)),
     }
     rank = dist.get_rank()
-    own = {"0": 2, "1": 2, "2": 1, "3": 1, "4": 2}
+    dims = {"0": 2, "1": 2, "2": 1, "3": 1, "4": 2}
     for is_sharded_first in (False, True):
         for has_gradients in (True, False):
             net = nn.Sequential(*make_net(), nn.Flatten())
@@ -386,14 +388,14 @@ def tell_shards() -> None:
             if not is_sharded_first:
                 assert all(row.shard is None for row in rnet.architecture.values())
                 parallelize_module(net, init_device_mesh("cpu", (2,)), plan)
-            rnet.record(*own, "5")
+            rnet.record(*dims, "5")
             with torch.set_grad_enabled(has_gradients):
                 with pytest.warns(ShardWarning, match=f"0.*shard {rank} of 2 along dimension 2"):
                     rnet(torch.ones(SIZE))
                 with warnings.catch_warnings():
                     warnings.simplefilter("error", ShardWarning)
                     rnet(torch.ones(SIZE))
-            for name, dim in own.items():
+            for name, dim in dims.items():
                 assert rnet.architecture[name].shard == layer.Shard(dim, rank, 2), name
             assert rnet.architecture["5"].shard == layer.Shard(None, None, 0)
             assert "shard" in str(rnet.architecture)
@@ -410,7 +412,7 @@ class Local(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         parts: list[Any] = list(self.parameters())
-        parts = [one.to_local() if isinstance(one, DTensor) else one for one in parts]
+        parts = [part.to_local() if isinstance(part, DTensor) else part for part in parts]
         return nn.functional.linear(x, *parts)
 
 
@@ -426,9 +428,9 @@ def tell_shards_that_local_weights_make(data: Tensor) -> None:
             setattr(layer_of_net, name, spread)
     rnet = Recorder(net, input_size=SIZE)
     unknown = layer.Shard(None, None, 0)
-    own = layer.Shard(2, rank, 2)
+    of_columns = layer.Shard(2, rank, 2)
     shards = [rnet.architecture[str(at)].shard for at in range(4)]
-    assert shards == [own, own, unknown, unknown]
+    assert shards == [of_columns, of_columns, unknown, unknown]
     rnet.record("1")
     with pytest.warns(ShardWarning):
         rnet(data)

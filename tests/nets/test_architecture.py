@@ -47,18 +47,18 @@ ARCHITECTURE = label(NET)
 
 @given(st.integers(0, 99), st.integers(1, 99), st.integers(0, 99), st.integers(1, 99))
 def test_a_label_is_the_tuple_and_its_printed_form(depth, index, other_depth, other_index):
-    one, other = Label((depth, index)), (other_depth, other_index)
-    assert one == (depth, index)
-    assert (depth, index) == one
-    assert one == f"{depth}-{index}" == str(one)
-    assert (one == other) == ((depth, index) == other)
-    assert (one != other) == ((depth, index) != other)
-    assert (one < other) == ((depth, index) < other)
-    assert hash(one) == hash((depth, index))
-    assert repr(one) == repr((depth, index))
-    assert pickle.loads(pickle.dumps(one)) == one
-    assert type(copy.deepcopy(one)) is Label
-    assert one != "something"
+    label, other = Label((depth, index)), (other_depth, other_index)
+    assert label == (depth, index)
+    assert (depth, index) == label
+    assert label == f"{depth}-{index}" == str(label)
+    assert (label == other) == ((depth, index) == other)
+    assert (label != other) == ((depth, index) != other)
+    assert (label < other) == ((depth, index) < other)
+    assert hash(label) == hash((depth, index))
+    assert repr(label) == repr((depth, index))
+    assert pickle.loads(pickle.dumps(label)) == label
+    assert type(copy.deepcopy(label)) is Label
+    assert label != "something"
 
 
 @pytest.mark.parametrize("key", [(1, 2), "1-2", "act2", (np.int32(1), np.int32(2))])

@@ -47,7 +47,7 @@ def attention_of(*operations: tuple[str, Inputs, Any]) -> Attention:
     """Return the attention that operations complete."""
     reader = AttentionReader()
     read = [reader.read(*operation) for operation in operations]
-    [attention] = [one for one in read if one is not None]
+    [attention] = [attention for attention in read if attention is not None]
     return attention
 
 
@@ -178,18 +178,20 @@ def test_entropies_are_those_of_weights_by_hand(kind: str, dropout: float) -> No
         mask[:, :, 3] = -math.inf
     weights = by_hand(query, key, mask, kind == "causal", None)
     expected = -(weights * weights.clamp_min(1e-300).log()).sum(-1)
-    given = [one if has_heads or one is None else one[:, 0] for one in (query, key, value, mask)]
+    parts = [
+        part if has_heads or part is None else part[:, 0] for part in (query, key, value, mask)
+    ]
     options = {"is_causal": kind == "causal", "enable_gqa": kind == "grouped"}
-    found = of(*given[:3], attn_mask=given[3], dropout_p=dropout, **options).entropy()
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)  # of float32
+    entropy = of(*parts[:3], attn_mask=parts[3], dropout_p=dropout, **options).entropy()
+    torch.testing.assert_close(entropy.double(), expected, rtol=1e-5, atol=1e-5)  # of float32
 
 
 def test_entropies_of_more_queries_than_are_looked_at_together() -> None:
     query, key, value = drawn(1, 2, 300, 8)
-    found = of(query, key, value, dropout_p=0.1).entropy()
+    entropy = of(query, key, value, dropout_p=0.1).entropy()
     probabilities = (query @ key.mT / math.sqrt(8)).softmax(-1)
     expected = torch.distributions.Categorical(probabilities).entropy()
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(entropy, expected)
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 4, 5, 8)])
@@ -263,9 +265,9 @@ def multi_head(
     value = torch.randn(3, 6, 7) if "vdim" in options else query
     inputs = [query, key, value]
     if single:
-        inputs = [one[0] for one in inputs]
+        inputs = [sequence[0] for sequence in inputs]
     elif not options.get("batch_first", True):
-        inputs = [one.transpose(0, 1) for one in inputs]
+        inputs = [sequence.transpose(0, 1) for sequence in inputs]
     _, weights = module(*inputs, **masks, average_attn_weights=False)
     with Calls() as mode:
         module(*inputs, **masks, need_weights=need_weights)
@@ -378,22 +380,22 @@ def test_kernels_round_within_the_bound(
     kernel: SDPBackend, dtype: torch.dtype, gain: float
 ) -> None:
     query, key, value = drawn(1, 2, 64, 64)
-    keys = [torch.cat([one] * 16, -2) + torch.randn(1024, 64) for one in (key, value)]
+    keys = [torch.cat([part] * 16, -2) + torch.randn(1024, 64) for part in (key, value)]
     with sdpa_kernel(kernel):
-        attention = of(*(one.to(dtype) for one in (query * gain, *keys)))
+        attention = of(*(part.to(dtype) for part in (query * gain, *keys)))
     for at in (None, [0], [-1]):
         attention.weights(queries=at)
 
 
 FAULTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "another scale": lambda given: {"scale": 1.1 / 8},
-    "mask off by one": lambda given: {
+    "another scale": lambda parts: {"scale": 1.1 / 8},
+    "mask off by one": lambda parts: {
         "is_causal": False,
         "attn_mask": ~torch.ones(128, 128).triu(2).bool(),
     },
-    "no mask": lambda given: {"is_causal": False},
-    "heads swapped": lambda given: {"key": given["key"][:, [1, 0, 2]]},
-    "values shifted": lambda given: {"value": given["value"].roll(1, -2)},
+    "no mask": lambda parts: {"is_causal": False},
+    "heads swapped": lambda parts: {"key": parts["key"][:, [1, 0, 2]]},
+    "values shifted": lambda parts: {"value": parts["value"].roll(1, -2)},
 }
 
 
@@ -496,9 +498,9 @@ def test_eager_code_of_transformers(model: str, dtype: torch.dtype, dropout: flo
     if model == "llama":
         key, value = key[:, :2], value[:, :2]
     mask = torch.zeros(1, 1, 5, 5).masked_fill(cut_lower(5), torch.finfo(dtype).min)
-    given = [one.to(dtype) for one in (query, key, value, mask)]
+    parts = [part.to(dtype) for part in (query, key, value, mask)]
     attention, (output, weights) = eager(
-        module.eager_attention_forward, layer, *given, scaling=0.3, dropout=dropout
+        module.eager_attention_forward, layer, *parts, scaling=0.3, dropout=dropout
     )
     assert attention.query is None
     assert attention.key is None

@@ -52,7 +52,7 @@ def softmax_by_hand(scores: Tensor) -> Tensor:
     """Return weights, one row after another in float64."""
     weights = torch.zeros_like(scores, dtype=torch.float64)
     for at in np.ndindex(*scores.shape[:-1]):
-        row = [math.exp(one) for one in scores[at].double().tolist()]
+        row = [math.exp(score) for score in scores[at].double().tolist()]
         weights[at] = torch.tensor(row, dtype=torch.float64) / sum(row)
     return weights
 

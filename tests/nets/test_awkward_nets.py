@@ -291,7 +291,7 @@ def in_dataclass(x: Tensor) -> Any:
 def test_containers_that_hold_themselves_are_taken_and_returned(
     make: Callable[[Tensor], Any],
 ) -> None:
-    net = Net(lambda net, given: net.a(net.inner(given)[0]), inner=Net(make_inner), a=linear())
+    net = Net(lambda net, held: net.a(net.inner(held)[0]), inner=Net(make_inner), a=linear())
     net.inner.make, net.inner.layer = make, linear()
     rnet = Recorder(net, input_data=[make(torch.ones(3, 4))], verbose=0)
     rnet.record("*", inputs=True)
@@ -304,8 +304,8 @@ def test_containers_that_hold_themselves_are_taken_and_returned(
         assert torch.equal(output, by_hand(net.a, truth))
 
 
-def make_inner(net: Any, given: Any) -> Any:
-    return net.make(net.layer(given[0]))
+def make_inner(net: Any, held: Any) -> Any:
+    return net.make(net.layer(held[0]))
 
 
 SCRIPTING = {

@@ -85,9 +85,9 @@ def test_right_again_after_a_wrong_number_of_calls() -> None:
     x = torch.randn(3, 4)
     rnet(x)
     once = net.step.forward(net.first.forward(x))
-    found = [rnet.activations[label] for label in rnet.recording]
-    assert same_bits(found[0], once)
-    assert same_bits(found[1], net.step.forward(once))
+    records = [rnet.activations[label] for label in rnet.recording]
+    assert same_bits(records[0], once)
+    assert same_bits(records[1], net.step.forward(once))
 
 
 def test_unselected_modules_may_run_as_often_as_they_like() -> None:

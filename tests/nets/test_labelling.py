@@ -326,12 +326,12 @@ def test_summary_and_architecture_hold_the_modules_of_the_net_and_no_copy():
         last=linear(),
     )
     statistics, architecture = label_net(net, input_size=(1, 4))
-    own = {id(module) for module in net.modules()}
+    modules = {id(module) for module in net.modules()}
     rows = list(statistics.summary_list)
     rows += [row.parent_info for row in rows if row.parent_info is not None]
-    assert {id(row.module) for row in rows} <= own
+    assert {id(row.module) for row in rows} <= modules
     assert all(row.layer_id == id(row.module) for row in rows)
-    assert {id(layer.module) for layer in architecture.values()} <= own
+    assert {id(layer.module) for layer in architecture.values()} <= modules
     gc.collect()
     assert alive
     assert [ref() for ref in alive] == [None] * len(alive)
@@ -796,7 +796,7 @@ def test_an_error_of_the_net_is_gone_once_it_is_handled():
         try:
             label_net(net, input_size=(2, 4))
         except LabellingError as error:
-            errors = [weakref.ref(one) for one in (error, error.__cause__)]
+            errors = [weakref.ref(raised) for raised in (error, error.__cause__)]
         # They would hold the frames that they have left, and with them what these had open.
         assert [error() for error in errors] == [None, None]
 

@@ -227,10 +227,10 @@ def test_any_number_of_calls() -> None:
         for _ in range(steps):
             expected.append(y.sin())
             y = y.sin() * 2
-        found = rnet.activations["/sin"]
-        assert isinstance(found, tuple)
-        assert len(found) == steps
-        assert all(map(same_bits, found, expected))
+        records = rnet.activations["/sin"]
+        assert isinstance(records, tuple)
+        assert len(records) == steps
+        assert all(map(same_bits, records, expected))
     for selector in ("/sin:0", "/sin:1", "*/sin:0", OperationIdx(0, 1, "sin", 1)):
         with pytest.raises(LayerNotFoundError, match='with calls="any" all calls are one entry'):
             rnet.record(selector, calls="any")
@@ -256,8 +256,8 @@ def test_modules_that_did_not_run_are_left_out_with_a_warning() -> None:
     assert rnet.activations["experts.0/softmax"] == ()
     rnet(x)
     block = rnet.net.experts[0]
-    [found] = rnet.activations["experts.0/softmax"]
-    assert same_bits(found, helper(block.act(block.linear(x) + 1)))
+    [record] = rnet.activations["experts.0/softmax"]
+    assert same_bits(record, helper(block.act(block.linear(x) + 1)))
 
 
 def test_calls_that_are_shared_out_otherwise_are_an_error() -> None:

@@ -233,8 +233,8 @@ def recompute(net: Any) -> Callable[[], Any]:
 
 
 def compare_with_a_copy(net: nn.Module) -> Callable[[], Any]:
-    one, other = (Recorder(net, input_size=(2, 4)) for _ in range(2))
-    return lambda: compare(one, other, [torch.randn(2, 4)], progress=False)
+    recorder, other = (Recorder(net, input_size=(2, 4)) for _ in range(2))
+    return lambda: compare(recorder, other, [torch.randn(2, 4)], progress=False)
 
 
 def sweep(net: nn.Module) -> Callable[[], Any]:

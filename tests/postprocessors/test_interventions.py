@@ -136,7 +136,9 @@ def test_gradients_flow_through_a_postprocessor() -> None:
     by_hand(net, x, double, double, None).sum().backward()
     theirs = [value.grad for value in net.parameters() if value.grad is not None]
     assert len(mine) == len(theirs) == 4
-    assert all(same_bits(one, two) for one, two in zip(mine, theirs, strict=True))
+    assert all(
+        same_bits(gradient, expected) for gradient, expected in zip(mine, theirs, strict=True)
+    )
 
 
 class Counts(nn.Module):
@@ -157,11 +159,11 @@ def test_extract_runs_no_further_than_the_last_selected_layer() -> None:
     for count in range(1, 4):
         x = torch.randn(3, 4)
         with torch.no_grad():
-            found = rnet.extract(x)
+            extracted = rnet.extract(x)
         assert (before.calls, after.calls) == (count, 0)
-        assert same_bits(found["2.0"], torch.tanh(net[0].forward(x)))
-        assert same_bits(found["0"], net[0].forward(x))
-        assert same_bits(rnet.activations["2.0"], found["2.0"])
+        assert same_bits(extracted["2.0"], torch.tanh(net[0].forward(x)))
+        assert same_bits(extracted["0"], net[0].forward(x))
+        assert same_bits(rnet.activations["2.0"], extracted["2.0"])
     rnet(torch.randn(3, 4))
     assert (before.calls, after.calls) == (4, 1)
 
@@ -173,11 +175,11 @@ def test_extract_waits_for_an_enclosing_layer_and_for_every_call() -> None:
     rnet = recorder(net, "step", "step.0")
     counter.calls = 0
     x = torch.randn(3, 4)
-    found = rnet.extract(x)
+    extracted = rnet.extract(x)
     once = torch.tanh(step[0].forward(x))
     last = rnet.architecture.labels_of("step")[1]
-    assert same_bits(found[last], torch.tanh(step[0].forward(once)))
-    assert len(found) == 4
+    assert same_bits(extracted[last], torch.tanh(step[0].forward(once)))
+    assert len(extracted) == 4
     assert counter.calls == 0
 
 
@@ -263,15 +265,15 @@ def test_pass_that_raises_leaves_no_activations() -> None:
     assert len(rnet.activations) == 0
 
 
-@pytest.mark.parametrize("given", [{"1": torch.neg}, {"1": 5}, 5])
-def test_what_can_never_act_is_refused_also_where_nothing_is_recorded(given):
+@pytest.mark.parametrize("posts", [{"1": torch.neg}, {"1": 5}, 5])
+def test_what_can_never_act_is_refused_also_where_nothing_is_recorded(posts):
     rnet, x = Recorder(three_layers(), input_size=(3, 4), verbose=0), torch.ones(3, 4)
     with pytest.raises(PostprocessorError):
-        rnet(x, activation_postproc=given)
+        rnet(x, activation_postproc=posts)
     rnet.record("1")
     rnet.remove()
     with pytest.raises(PostprocessorError):
-        rnet(x, activation_postproc=given)
+        rnet(x, activation_postproc=posts)
 
 
 def halve(tensor: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from scio_recorder.nets.attention.eager import Eager, Layout
 from scio_recorder.nets.attention.kernel import Kernel, MultiHead
 from scio_recorder.nets.records import Inputs
 from scio_recorder.postprocessors import At, Knockout, OnInput
-from tests.nets.test_attention import Calls, cut_lower
+from tests.nets.test_attention import MULTI_HEAD as MULTI_HEAD_CASES
+from tests.nets.test_attention import Calls
 
 KERNEL, MULTI_HEAD, SOFTMAX = Kernel(), MultiHead(), Eager()
 
@@ -87,7 +88,7 @@ def test_the_kernel_gives_what_it_gives_by_hand(
     knockout = Knockout(queries, keys, heads)
     query = torch.randn(2, 4, 4, 8, dtype=torch.float64)
     key, value = torch.randn(2, 2, 4 // group, 6, 8, dtype=torch.float64)
-    every_key, every_value = (one.repeat_interleave(group, 1) for one in (key, value))
+    every_key, every_value = (part.repeat_interleave(group, 1) for part in (key, value))
     scores = query @ every_key.mT * 0.3
     biased = scores + as_numbers(masks[kind], False, scores)
     expected = knocked_out(biased, knockout).softmax(-1) @ every_value
@@ -132,40 +133,26 @@ def test_queries_of_other_dimensions(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(run(Knockout(1, 2, [0, 1]), query, key, value), expected)
 
 
-PADDING = torch.arange(6) >= torch.tensor([[6], [5], [4]])
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "padding": ({}, {"key_padding_mask": PADDING}),
-    "mask": ({}, {"attn_mask": cut_lower(6)}),
-    "masks of heads": ({}, {"attn_mask": torch.linspace(-3, 3, 6 * 36).reshape(6, 6, 6)}),
-    "numbers": (
-        {},
-        {
-            "key_padding_mask": torch.zeros(3, 6).masked_fill(PADDING, -1.5),
-            "attn_mask": torch.linspace(-3, 3, 36).reshape(6, 6),
-        },
-    ),
-    "both": ({}, {"key_padding_mask": PADDING, "attn_mask": cut_lower(6)}),
-    "causal": ({}, {"attn_mask": cut_lower(6), "is_causal": True}),
-}
+# Those that give the module one sequence, with samples first.
+CASES = [name for name, (options, _) in MULTI_HEAD_CASES.items() if not options]
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("heads", [None, [1]])
 @pytest.mark.parametrize("name", CASES)
 def test_multi_head_attention(name: str, heads: list[int] | None, need_weights: bool) -> None:
-    options, given_masks = CASES[name]
-    module = nn.MultiheadAttention(8, 2, batch_first=True, **options).eval()
+    _, options = MULTI_HEAD_CASES[name]
+    module = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     x = torch.randn(3, 6, 8)
     knockout = Knockout(queries=[2, -1], keys=[0, 1], heads=heads)
     with Calls() as mode:
-        module(x, x, x, **given_masks, need_weights=need_weights, average_attn_weights=False)
+        module(x, x, x, **options, need_weights=need_weights, average_attn_weights=False)
     _, inputs, _ = mode.last(MULTI_HEAD.function)
     other = changed(knockout, MULTI_HEAD, inputs)
     output, weights = functional.multi_head_attention_forward(*other.args, **other.kwargs)
     # By hand: all masks as one of numbers.
     bias = torch.zeros(3, 2, 6, 6)
-    for what, mask in given_masks.items():
+    for what, mask in options.items():
         if isinstance(mask, Tensor):
             shaped = mask[:, None, None] if what == "key_padding_mask" else mask
             shaped = shaped.reshape(3, 2, 6, 6) if len(shaped) == 6 and mask.dim() == 3 else shaped
@@ -266,16 +253,6 @@ def test_a_query_that_had_no_key_before(kind: str) -> None:
     torch.testing.assert_close(output[:, :, 0], value[:, :, 3])
 
 
-@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
-def test_keys_that_masks_know_nothing_of(option: str) -> None:
-    module = nn.MultiheadAttention(8, 2, batch_first=True, **{option: True}).eval()
-    x = torch.randn(3, 4, 8)
-    with Calls() as mode:
-        module(x, x, x)
-    with pytest.raises(AttentionError, match="bias_k, add_zero_attn"):
-        changed(Knockout(0, 0), MULTI_HEAD, mode.last(MULTI_HEAD.function)[1])
-
-
 def test_positions_that_are_not_there() -> None:
     query, key, value = drawn(2, 3, 4, 8)
     for knockout, message in (
@@ -290,13 +267,13 @@ def test_positions_that_are_not_there() -> None:
         run(Knockout(0, 1), nested, nested, nested)
 
 
-@pytest.mark.parametrize("given", [0.5, "all", [], [True, False], None])
-def test_arguments_that_are_no_positions(given: Any) -> None:
+@pytest.mark.parametrize("positions", [0.5, "all", [], [True, False], None])
+def test_arguments_that_are_no_positions(positions: Any) -> None:
     with pytest.raises(PostprocessorError, match="queries"):
-        Knockout(given, 0)
-    if given is not None:
+        Knockout(positions, 0)
+    if positions is not None:
         with pytest.raises(PostprocessorError, match="heads"):
-            Knockout(0, 0, given)
+            Knockout(0, 0, positions)
 
 
 def test_where_it_belongs() -> None:

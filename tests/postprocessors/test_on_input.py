@@ -78,9 +78,9 @@ def _halve(hidden: Tensor) -> None:
 
 def out_of_place(change: Any) -> Any:
     def changed(hidden: Tensor) -> Tensor:
-        own = hidden.clone()
-        result = change(own)
-        return own if result is None else result
+        copied = hidden.clone()
+        result = change(copied)
+        return copied if result is None else result
 
     return changed
 
@@ -125,8 +125,8 @@ def test_gradients_under_checkpointing(reentrant):
     y = x.detach().clone().requires_grad_()
     by_hand(twin, y, lambda h: h * 0.5, (0, 1)).square().sum().backward()
     assert torch.equal(x.grad, y.grad)
-    for own, other in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(own.grad, other.grad)
+    for parameter, other in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
 
 
 def test_recompute_applies_it_again():
@@ -136,10 +136,10 @@ def test_recompute_applies_it_again():
     with torch.no_grad():
         rnet(x, activation_postproc={"blocks.1.down": OnInput(Scale(3.0))})
         expected = rnet.activations["blocks.1.down"].clone()
-        found = rnet.recompute("blocks.1.up", "blocks.1.down")
-        assert torch.equal(found["blocks.1.down"], expected)
+        recomputed = rnet.recompute("blocks.1.up", "blocks.1.down")
+        assert torch.equal(recomputed["blocks.1.down"], expected)
         before = x + net.blocks[0].down(torch.relu(net.blocks[0].up(x)))
-        assert torch.equal(found["blocks.1.up"], net.blocks[1].up(before))
+        assert torch.equal(recomputed["blocks.1.up"], net.blocks[1].up(before))
 
 
 class Twice(nn.Module):
@@ -213,8 +213,8 @@ def test_rows_without_a_call_do_not_count():
 
 class Structured(nn.Module):
     def forward(self, pair: Any, *, mask: Tensor | None = None, flag: bool = True) -> Tensor:
-        one, other = pair if isinstance(pair, tuple) else (pair, 0)
-        return one - other if mask is None else mask * 2
+        first, other = pair if isinstance(pair, tuple) else (pair, 0)
+        return first - other if mask is None else mask * 2
 
 
 class Calls(nn.Module):
@@ -364,4 +364,6 @@ def test_heads_of_a_library_are_warned_of_behind_the_projection_alone() -> None:
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     rnet(ids, activation_postproc={row.name: Heads(3, 0, abs)})
-                assert any("OnInput" in str(one.message) for one in caught) == is_wrong, row.name
+                assert any("OnInput" in str(warning.message) for warning in caught) == is_wrong, (
+                    row.name
+                )

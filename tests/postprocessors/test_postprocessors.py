@@ -391,7 +391,7 @@ def test_what_the_network_can_not_take_is_named(change: Any, words: str) -> None
     rnet.record("0")
     with pytest.raises(RuntimeError) as caught:
         rnet(torch.ones(3, 2), activation_postproc=change)
-    (note,) = (one for one in caught.value.__notes__ if "had changed" in one)
+    (note,) = (note for note in caught.value.__notes__ if "had changed" in note)
     assert f"{change.__name__} of layer 1-1 0 (Identity)" in note
     assert words in note
 

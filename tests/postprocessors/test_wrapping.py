@@ -52,9 +52,9 @@ def activation(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
 def as_numpy(index: Any) -> Any:
     """The index for NumPy, which takes a range and an empty list for something else."""
     items = index if isinstance(index, tuple) else (index,)
-    lists = [list(one) if isinstance(one, range) else one for one in items]
+    lists = [list(item) if isinstance(item, range) else item for item in items]
     return tuple(
-        np.array(one, dtype=int) if isinstance(one, list) and not one else one for one in lists
+        np.array(item, dtype=int) if isinstance(item, list) and not item else item for item in lists
     )
 
 
@@ -78,8 +78,8 @@ indices = pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
 def test_at_acts_on_what_numpy_indexes(index: Any, dtype: torch.dtype) -> None:
     x = activation().mul(8).to(dtype)
     before = x.clone()
-    for given in (index, as_torch(index)):
-        result = At(given, lambda part: part * 3)(x)
+    for form in (index, as_torch(index)):
+        result = At(form, lambda part: part * 3)(x)
         assert result.dtype == dtype
         assert np.array_equal(result.numpy(), times_three(x.numpy(), index))
         assert torch.equal(x, before), "worked in place"
@@ -204,10 +204,10 @@ def test_they_compile_and_act_in_a_recorder(index: str) -> None:
     torch.compiler.reset()
     rnet = Recorder(Block(), input_size=SHAPE)
     rnet.record("inner")
-    x, given = activation(), INDICES[index]
-    expected = torch.tensor(times_three((x * 2).numpy(), given))
+    x, where = activation(), INDICES[index]
+    expected = torch.tensor(times_three((x * 2).numpy(), where))
     expected = heads_by_hand(expected, 3, [1], 0.0).relu() + 1
-    both = [At(given, Scale(3)), Heads(3, 1, Ablate())]
+    both = [At(where, Scale(3)), Heads(3, 1, Ablate())]
 
     def post(activation: Tensor) -> Tensor:
         return both[1](both[0](activation))
@@ -219,9 +219,9 @@ def test_they_compile_and_act_in_a_recorder(index: str) -> None:
 
 def test_a_head_is_replaced_by_the_part_of_a_record_that_the_error_names() -> None:
     x, record = torch.randn(2, 5, 6), torch.randn(2, 5, 6)
-    for given in (record, record[..., 2:4]):
+    for whole in (record, record[..., 2:4]):
         with pytest.raises(PostprocessorError) as caught:
-            Heads(3, [1], Replace(given))(x)
+            Heads(3, [1], Replace(whole))(x)
         text = "activation.unflatten(-1, (num_heads, -1))[..., heads, :]"
         assert text in str(caught.value)
         part = eval(text, {"activation": record, "num_heads": 3, "heads": [1]})
@@ -256,8 +256,8 @@ def test_a_class_that_makes_an_output_is_a_function_like_any_other() -> None:
     rnet = Recorder(nn.Sequential(nn.Tanh()), input_size=(1, 3))
     rnet.record("0")
     x = torch.rand(1, 3)
-    for given in (Negative, [Negative], {"0": Negative}, OnInput(Negative)):
-        assert same_bits(rnet(x, activation_postproc=given), -x.tanh())
+    for posts in (Negative, [Negative], {"0": Negative}, OnInput(Negative)):
+        assert same_bits(rnet(x, activation_postproc=posts), -x.tanh())
 
 
 @pytest.mark.campaign

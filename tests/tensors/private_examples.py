@@ -22,11 +22,11 @@ from scio_recorder.tensors.private import leaf_and_output
 
 def when_differentiated(tensor: Any, function: Callable[[], Any]) -> Any:
     """Return the result of a function that is called when the gradient of a tensor comes."""
-    found: list[Any] = []
-    handle = tensor.register_hook(lambda gradient: found.append(function()))
+    results: list[Any] = []
+    handle = tensor.register_hook(lambda gradient: results.append(function()))
     tensor.backward(retain_graph=True)
     handle.remove()
-    return found[0]
+    return results[0]
 
 
 def try_backward_pass(number: Callable[[], int]) -> bool:
@@ -100,10 +100,10 @@ def try_transform_around(around: Callable[[], Any]) -> bool:
 def try_unmapped(unmapped: Callable[[Tensor, int], Tensor]) -> bool:
     x = torch.arange(6.0).view(3, 2).requires_grad_()
     basis = torch.arange(24.0).view(4, 3, 2)
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     y = x * 1
     y.register_hook(  # type: ignore[no-untyped-call]  # torch's own
-        lambda gradient: found.extend(unmapped(gradient, place) for place in (0, -1))
+        lambda gradient: gradients.extend(unmapped(gradient, place) for place in (0, -1))
     )
 
     def pulled(row: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def try_unmapped(unmapped: Callable[[Tensor, int], Tensor]) -> bool:
     torch.func.vmap(pulled)(basis)
     pulled(basis[0])
     wanted = [basis, basis.movedim(0, -1)] * 2 + [basis[0]] * 2
-    return all(map(torch.equal, found, wanted))
+    return all(map(torch.equal, gradients, wanted))
 
 
 def try_is_any_autocast_on(is_on: Callable[[], bool]) -> bool:

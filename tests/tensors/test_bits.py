@@ -18,19 +18,19 @@ def test_each_byte_counts(
 ) -> None:
     monkeypatch.setattr(properties, "_FEW", few)
     for number in (0, 1, 7, 8, 9, 17):
-        one = torch.randint(0, 2, (number + offset,)).to(dtype)[offset:]
-        assert same_bits(one, one.clone())
-        for place in range(one.nbytes):
-            other = one.clone()
+        tensor = torch.randint(0, 2, (number + offset,)).to(dtype)[offset:]
+        assert same_bits(tensor, tensor.clone())
+        for place in range(tensor.nbytes):
+            other = tensor.clone()
             other.view(torch.uint8)[place] ^= 1
-            assert not same_bits(one, other)
-            assert not same_bits(other, one)
+            assert not same_bits(tensor, other)
+            assert not same_bits(other, tensor)
 
 
 def test_bits_are_compared_in_the_order_of_the_elements() -> None:
-    one = torch.randn(6, 5)
-    assert same_bits(one.T, one.T.contiguous())
-    assert not same_bits(one.T, one.T.flip(0))
+    tensor = torch.randn(6, 5)
+    assert same_bits(tensor.T, tensor.T.contiguous())
+    assert not same_bits(tensor.T, tensor.T.flip(0))
     assert not same_bits(torch.zeros(()), -torch.zeros(()))
 
 

@@ -48,8 +48,8 @@ def test_gradients_reach_a_copy_as_they_reach_the_tensor(kind: str, mode: Any) -
         copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or kind == "empty"
     )
     (expected,) = torch.autograd.grad(loss, tensor, retain_graph=True)
-    (found,) = torch.autograd.grad(loss, copy, retain_graph=True)
-    assert torch.equal(found, expected)
+    (gradient,) = torch.autograd.grad(loss, copy, retain_graph=True)
+    assert torch.equal(gradient, expected)
     assert torch.equal(copy, tensor)
     with torch.no_grad():
         copy.add_(1)
@@ -59,8 +59,8 @@ def test_gradients_reach_a_copy_as_they_reach_the_tensor(kind: str, mode: Any) -
 def test_a_leafs_copy_made_before_the_loss_gets_its_gradient() -> None:
     leaf = torch.ones(3, requires_grad=True)
     copy = own_copy(leaf)
-    (found,) = torch.autograd.grad((leaf * 3).sum(), copy)
-    assert found.tolist() == [3, 3, 3]
+    (gradient,) = torch.autograd.grad((leaf * 3).sum(), copy)
+    assert gradient.tolist() == [3, 3, 3]
 
 
 def test_a_subclass_stays_one() -> None:
@@ -102,10 +102,10 @@ def test_a_loss_on_a_nested_record_reaches_the_network(layout: torch.layout) -> 
         x = torch.randn(2, 4)
         rnet(x)
         loss = torch.stack([part.square().sum() for part in rnet.activations["1"].unbind()]).sum()
-        (found,) = torch.autograd.grad(loss, net[0].weight)
+        (gradient,) = torch.autograd.grad(loss, net[0].weight)
         hidden = net[0].forward(x)
         expected = hidden.square().sum() + hidden[:1].square().sum()
-        torch.testing.assert_close(found, torch.autograd.grad(expected, net[0].weight)[0])
+        torch.testing.assert_close(gradient, torch.autograd.grad(expected, net[0].weight)[0])
 
 
 def fresh() -> Tensor:
@@ -194,8 +194,8 @@ def test_an_exchanged_view_keeps_its_place_and_its_holders_go_on_with_a_copy(kin
     expected = kept.detach().clone()
     out = holder["list"][0].mul_(3).sum()
     assert torch.equal(kept, expected)
-    (found,) = torch.autograd.grad(out, kept)
-    assert torch.equal(found, torch.full_like(found, 3))
+    (gradient,) = torch.autograd.grad(out, kept)
+    assert torch.equal(gradient, torch.full_like(gradient, 3))
 
 
 def also_held(what: str) -> tuple[Tensor, object]:

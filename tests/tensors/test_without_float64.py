@@ -45,14 +45,14 @@ class OnApple(Tensor):
         if function == Tensor.device.__get__:
             return torch.device("mps")
         with torch._C.DisableTorchFunctionSubclass():
-            found = function(*args, **(kwargs or {}))
+            result = function(*args, **(kwargs or {}))
             if name == "cpu":
-                return found.as_subclass(Tensor)
-        if not isinstance(found, Tensor):
-            return found
-        if found.dtype in (torch.float64, torch.complex128):
+                return result.as_subclass(Tensor)
+        if not isinstance(result, Tensor):
+            return result
+        if result.dtype in (torch.float64, torch.complex128):
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        return found.as_subclass(cls)
+        return result.as_subclass(cls)
 
 
 def on_apple(values: Tensor) -> Tensor:
@@ -74,18 +74,18 @@ def test_reductions(reduction):
     for batch in batches:
         there.update(on_apple(batch))
         here.update(batch)
-    found, wanted = (tree_leaves(reduction.state_dict()) for reduction in (there, here))
-    assert [type(leaf) for leaf in found] == [type(leaf) for leaf in wanted]
-    for one, other in zip(found, wanted, strict=True):
-        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+    states, wanted = (tree_leaves(reduction.state_dict()) for reduction in (there, here))
+    assert [type(leaf) for leaf in states] == [type(leaf) for leaf in wanted]
+    for leaf, other in zip(states, wanted, strict=True):
+        assert torch.equal(leaf, other) if isinstance(leaf, Tensor) else leaf == other
 
 
 def test_differences():
-    one, other = torch.randn(2, 100)
-    found = measure(on_apple(one), on_apple(other), Tolerance())
-    assert found == measure(one, other, Tolerance())
-    assert found.max_abs == float((one.double() - other.double()).abs().max())
-    assert found.first == 0
+    reference, other = torch.randn(2, 100)
+    measured = measure(on_apple(reference), on_apple(other), Tolerance())
+    assert measured == measure(reference, other, Tolerance())
+    assert measured.max_abs == float((reference.double() - other.double()).abs().max())
+    assert measured.first == 0
 
 
 def test_scores():
