@@ -211,11 +211,12 @@ class CallWrapper:
         called = private.called_module()
         if called is not None and called is not self.module:
             return private.plain_call(called)(*args, **kwargs)
-        return self._run(self.call, args, kwargs)
+        # A pass puts the recorder's own functions inside before it calls. Inside these is no other.
+        call = self.call if self.site is None else self.inner or self._plain
+        return self._run(call, args, kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module as it would be called without this."""
-        # Looked up late: a pass puts the recorder's own functions inside before it calls.
         return (self.inner or self._plain)(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

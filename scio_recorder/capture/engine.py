@@ -289,7 +289,7 @@ class Capture:
                 # From here on a pass of another thread that fails leaves the hooks where they are.
                 RUNNING[id(current)] = RunningPass(self.site, threading.get_ident(), current)
                 on_inputs = current.posts.on_inputs
-                self._hooks.make_ready(self.program.modules_of(on_inputs) if on_inputs else set())
+                self._hooks.make_ready(self.program.modules_of(on_inputs) if on_inputs else ())
             if self.options.gradients or current.posts.acts:
                 self._expect_rerun(current)
             local.active = current
@@ -320,8 +320,6 @@ class Capture:
         is_hidden = hooks.with_inputs or not self.program.counts_calls
         unhooked = hooks.removed_by_others() if is_hidden else ()
         activations, inputs, attention = current.finish(unhooked)
-        if not current.is_bare:
-            current.learn()
         if current.records_outputs:
             latest = self._latest
             latest.activations, latest.inputs, latest.attention = activations, inputs, attention
@@ -331,11 +329,10 @@ class Capture:
                         records.copy_from_now_on = current.setting.copy
             latest.gradients = current.gradients
             latest.state = CallStates(current.moments, current.posts.functions)
-            received = inputs or Records(self.architecture, what="input")
             for block in self.blocks.here():
                 # Another thread may leave the block.
                 if (passes := block.passes) is not None:
-                    passes.add(activations, received, self.attention)
+                    passes.add(activations, self.inputs, self.attention)
 
     def _expect_rerun(self, current: Pass) -> None:
         if self.options.gradients:
@@ -440,7 +437,7 @@ class Capture:
         with self._lock:
             if self._compiled is not None and self._compiled.hooks_behind:
                 self._hooks.detach()
-            self._hooks.make_last()
+            self._hooks.make_ready()
 
     def end_compiled(self) -> None:
         """Let the records of a compiled pass that has ended outlast what runs from now on."""

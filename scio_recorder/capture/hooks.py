@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,7 @@ from scio_recorder.capture.keeping import NOTHING
 from scio_recorder.capture.own_code import OwnCodeHook, RecordedCode
 from scio_recorder.nets.operations import unseen
 from scio_recorder.tensors import private
+from scio_recorder.tensors.ownership import plain_version
 
 if TYPE_CHECKING:
     from scio_recorder.capture.checkpoint_regions import Reruns
@@ -116,8 +117,11 @@ class ModuleHook(Uncopied):
                 log += self.index, output, output._version
                 return None
             except (AttributeError, RuntimeError):
-                # Not a tensor this time, or one without a version counter.
-                pass
+                # Not a tensor, or one without a version counter.
+                version = plain_version(output)
+                if version is not None:
+                    log += self.index, output, version
+                    return None
         if torch.compiler.is_dynamo_compiling():
             # Without a compiled pass of ours, this is a compiled part of the net: a value that is
             # traced once must not count as a record. Before 2.12 the compiler can't look at a pass.
@@ -129,12 +133,9 @@ class ModuleHook(Uncopied):
                 take(output)
                 active.log += self.index, NOTHING, 0
                 return None
-            if active.fast[self.index]:
-                try:
-                    active.log += self.index, output, output._version
-                    return None
-                except (AttributeError, RuntimeError):
-                    pass
+            if active.fast[self.index] and (version := plain_version(output)) is not None:
+                active.log += self.index, output, version
+                return None
         if self.name in TRACED:
             return self.after_traced(module, args, output)
         if active is not None:
@@ -226,7 +227,9 @@ class Hooks:
         self._site = site
         # The indices of modules with hooks on their inputs; post-processors add some.
         self.with_inputs = set(range(len(self._modules))) if with_inputs else set()
+        # What was known at the last look: the number of handles, and the calls of modules.
         self._checked_at = -1
+        self._calls: list[Any] = []
         # Set when all are attached, and cleared before the first is removed: an interruption can
         # come between any two.
         self.is_attached = False
@@ -325,28 +328,22 @@ class Hooks:
             and owner.local is local
         ]
 
-    def make_last(self) -> None:
-        """Attach the hooks behind any that were added later.
+    def make_ready(self, indices: Collection[int] = ()) -> None:
+        """Attach the hooks behind any that were added later, with those on some modules' inputs.
 
-        Every new handle takes a number, so one comparison shows whether there are new ones.
+        Every new handle takes a number, so one comparison shows whether there are new ones. A
+        module that has been compiled since then needs its hook outside of the compiled call.
         """
-        if not self.is_attached:
+        if private.DYNAMO in sys.modules:
+            calls = private.compiled_calls(self._modules)
+            if calls != self._calls and any(map(self._is_newly_compiled, self._modules)):
+                self.is_attached = False
+            self._calls = calls
+        if not (self.is_attached and self.with_inputs.issuperset(indices)):
+            self.with_inputs.update(indices)
             self.attach()
         elif self._checked_at != RemovableHandle.next_id:
             change_hooks(self._move_behind_others)
-
-    def make_ready(self, indices: set[int]) -> None:
-        """Attach the hooks as `make_last` does, with those on some modules' inputs.
-
-        A module that has been compiled since then needs its hook outside of the compiled call.
-        """
-        has_compiler = private.DYNAMO in sys.modules
-        is_newly_compiled = has_compiler and any(map(self._is_newly_compiled, self._modules))
-        if is_newly_compiled or not indices <= self.with_inputs:
-            self.with_inputs |= indices
-            self.attach()
-        else:
-            self.make_last()
 
     def _move_behind_others(self) -> None:
         next_id = RemovableHandle.next_id

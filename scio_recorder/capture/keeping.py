@@ -36,8 +36,8 @@ from scio_recorder.tensors.properties import inner_tensors, memories_of, same_bi
 from scio_recorder.tensors.structures import Apart, Rebuild, fold, tensors
 
 # The kinds of keeping. LEARN copies and watches whether that was needed. REFERENCE refers to the
-# tensors of a structure, and BARE to an output that is itself a tensor. Of several calls, the one
-# that needs most decides: kinds are in that order.
+# tensors of a structure, and BARE does if none is a wrapper of others: then a hook need only note
+# plain values. Of several calls, the one that needs most decides: kinds are in that order.
 LEARN, REFERENCE, BARE, COPY = range(4)
 # The two things of each call that have a kind.
 OUTPUT, INPUT = range(2)
@@ -86,14 +86,22 @@ class Setting:
     ----------
     kinds : pair of list of int
         The kinds of outputs and of inputs by position; replaced, never changed, when more is known.
+    input_kinds : list of int
+        The same for the inputs of each entry, whose call is known only when it returns.
     fast : list of bool
-        For each module, whether a hook need only note its output.
+        For each entry, whether a hook need only note its output.
+    is_new : bool
+        Whether no pass has ended yet.
+    counts_writes : bool
+        Whether version counters have told of all writes to what calls return once more.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        kind = REFERENCE if program.options.copy == "never" else LEARN
+        kind = {"auto": LEARN, "never": REFERENCE, "always": COPY}[program.options.copy]
         self.kinds = [kind] * len(program.expected), [kind] * len(program.expected)
+        self.input_kinds = [kind] * len(program.positions)
+        self.is_new = self.counts_writes = True
         self.fast = program.never_fast
         self.is_fast = False
         # The layers whose outputs were searched for tensors that no copy can have, each with the
@@ -119,6 +127,8 @@ class Setting:
                 )
                 for positions in self._program.positions
             ]
+            of_calls = [[kinds[INPUT][at] for at in places] for places in self._program.positions]
+            self.input_kinds = [LEARN if LEARN in own else max(own) for own in of_calls]
             self.kinds, self.is_fast = kinds, all(self.fast)
 
     def copy(self, label: RowIdx) -> None:
@@ -163,7 +173,6 @@ class KeptValue(NamedTuple):
 
     leaves: list[KeptTensor]
     rebuild: Rebuild
-    is_tensor: bool
 
     def record(self, hold: Hold) -> Recorded:
         """Return the record that is left when the pass has ended."""
@@ -172,7 +181,7 @@ class KeptValue(NamedTuple):
     def next_kind(self, kind: int, lasting: set[int]) -> int:
         """Return the kind to keep it by from now on, given memory that outlives the pass."""
         # Hooks on the fast path look at the counter of a tensor, not at those of tensors inside.
-        is_bare = self.is_tensor and inner_tensors(self.leaves[0].used)[0] is self.leaves[0].used
+        is_bare = all(inner_tensors(leaf.used)[0] is leaf.used for leaf in self.leaves)
         reference = BARE if is_bare else REFERENCE
         if kind != LEARN:
             return max(kind, reference)
@@ -184,60 +193,85 @@ class KeptValue(NamedTuple):
         return reference
 
 
-NOTHING = KeptValue([], lambda leaves: None, is_tensor=False)
+NOTHING = KeptValue([], lambda leaves: None)
 
 
-def keep(
-    apart: Apart, kind: int, copied: dict[int, KeptTensor], onward: Any = None
-) -> tuple[KeptValue, list[Tensor]]:
-    """Keep an input or output, and return it with the tensors that stand for it on the graph.
+class Keeper:
+    """Keeps values of one pass.
 
-    ``copied`` holds what the pass has kept, by the ids of tensors: modules often return what an
-    inner module returned, and one copy serves both. ``onward`` is what the network goes on with
-    instead of an output, if anything. Inputs, for which it is left out, are never exchanged: a
-    forward must receive what it was given.
+    Modules often return what an inner module returned, and one copy serves both.
+
+    Attributes
+    ----------
+    is_learning : bool
+        Whether anything was kept of which the setting can learn.
     """
-    value, leaves, rebuild, _ = apart
-    is_output = onward is not None
-    if kind in (REFERENCE, BARE) and is_output and onward is not value:
-        # A tensor that a post-processor made from the record itself could change it later.
-        memory = {one for tensor in tensors(onward) for one in memories_of(tensor)}
-        kind = COPY if any(memories_of(leaf) & memory for leaf in leaves) else kind
-    kept = [_keep_tensor(leaf, kind, copied, is_output) for leaf in leaves]
-    pairs = zip(kept, leaves, strict=True)
-    on_graph = [own.tensor if has_place(own.tensor) else leaf for own, leaf in pairs]
-    return KeptValue(kept, rebuild, isinstance(value, Tensor)), on_graph
 
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        # By the ids of the tensors that were copied.
+        self._copied: dict[int, KeptTensor] = {}
+        self.is_learning = False
 
-def _keep_tensor(
-    leaf: Tensor, kind: int, copied: dict[int, KeptTensor], is_output: bool
-) -> KeptTensor:
-    version = version_of(leaf)
-    if kind in (REFERENCE, BARE) and version != -1:
-        return KeptTensor(leaf, leaf)
-    known = copied.get(id(leaf))
-    if known is not None and not (
-        known.used_version == version != -1
-        # A tensor that an inner module returned inside an autograd Function comes onto the
-        # graph later.
-        and known.tensor.requires_grad == leaf.requires_grad
-        # Torch doesn't count all writes.
-        and same_bits(known.tensor, leaf)
-    ):
-        known = None
-    view = inner = None
-    if is_output and has_place(leaf):
-        # Nothing here may hold the base of the view. The caller of an inner module holds it
-        # until it returns, and then the same view comes once more, so this is tried again.
-        inner = copied.get(id(private.base_of(leaf)))
-        view = exchange(leaf, own_references=inner is not None)
-    if known is None:
-        known = copied[id(leaf)] = KeptTensor(own_copy(leaf) if view is None else view, leaf)
-    elif view is not None:
-        known.tensor, known.version = view, version_of(view)
-    if view is not None and inner is not None:
-        inner.exposed_by = known
-    return known
+    def keep(self, apart: Apart, kind: int, onward: Any = None) -> tuple[KeptValue, list[Tensor]]:
+        """Keep an input or output, and return it with the tensors that stand for it on the graph.
+
+        ``onward`` is what the network goes on with instead of an output, if anything. Inputs, for
+        which it is left out, are never exchanged: a forward must receive what it was given.
+        """
+        value, leaves, rebuild, _ = apart
+        self.is_learning |= kind in (LEARN, REFERENCE)
+        is_output = onward is not None
+        if kind in (REFERENCE, BARE) and is_output and onward is not value:
+            # A tensor that a post-processor made from the record itself could change it later.
+            memory = {one for tensor in tensors(onward) for one in memories_of(tensor)}
+            kind = COPY if any(memories_of(leaf) & memory for leaf in leaves) else kind
+        kept = [self._keep_tensor(leaf, kind, is_output) for leaf in leaves]
+        pairs = zip(kept, leaves, strict=True)
+        on_graph = [own.tensor if has_place(own.tensor) else leaf for own, leaf in pairs]
+        return KeptValue(kept, rebuild), on_graph
+
+    def _keep_tensor(self, leaf: Tensor, kind: int, is_output: bool) -> KeptTensor:
+        if kind in (REFERENCE, BARE) and version_of(leaf) != -1:
+            return KeptTensor(leaf, leaf)
+        known = self._known(leaf, kind)
+        view = inner = None
+        if is_output and has_place(leaf):
+            # Nothing here may hold the base of the view. The caller of an inner module holds it
+            # until it returns, and then the same view comes once more, so this is tried again.
+            inner = self._copied.get(id(private.base_of(leaf)))
+            view = exchange(leaf, own_references=inner is not None)
+        if known is None:
+            copy = own_copy(leaf) if view is None else view
+            known = self._copied[id(leaf)] = KeptTensor(copy, leaf)
+        elif view is not None:
+            known.tensor, known.version = view, version_of(view)
+        if view is not None and inner is not None:
+            inner.exposed_by = known
+        return known
+
+    def _known(self, leaf: Tensor, kind: int) -> KeptTensor | None:
+        """Return the copy of a tensor, unless it was changed since."""
+        known, setting = self._copied.get(id(leaf)), self._setting
+        # A tensor that an inner module returned inside an autograd Function comes onto the graph
+        # later.
+        if (
+            known is None
+            or not known.used_version == version_of(leaf) != -1
+            or known.tensor.requires_grad != leaf.requires_grad
+        ):
+            return None
+        # Torch doesn't count all writes. To compare waits for a GPU, so only the first pass does.
+        if kind == LEARN or setting.is_new:
+            setting.counts_writes &= (is_same := same_bits(known.tensor, leaf))
+            return known if is_same else None
+        return known if setting.counts_writes else None
+
+    def end(self) -> None:
+        """Drop what the network goes on with: records may be kept for long, and read late."""
+        for known in self._copied.values():
+            known.used = known.tensor
+        self._copied.clear()
 
 
 def offload(apart: Apart) -> Recorded:

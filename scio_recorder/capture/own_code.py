@@ -49,15 +49,17 @@ class _RecordingMode(LibraryMode):
     """Takes the calls of some functions while the own code of one call of a module runs."""
 
     def __init__(
-        self, code: RecordedCode, hooks: _Functions, log: list[Any] | None, sees_inputs: bool
+        self, code: RecordedCode, hooks: _Functions, log: list[Any] | None, current: Any = None
     ) -> None:
         self._code = code
         self._hooks = hooks
         # That of the pass, if hooks may simply append to it.
         self._log = log
-        self._sees_inputs = sees_inputs
-        # To look takes long. A pass that has to learn shows whether compiled functions are called.
-        self._looks_around = code.skips_transforms or code.calls_compiled or log is None
+        # When a region runs again, only post-processors act, perhaps on inputs.
+        self._sees_inputs = current is None or current.sees_inputs
+        # To look takes long. The first pass of a setting shows if compiled functions are called.
+        is_new = current is None or current.setting.is_new
+        self._looks_around = code.skips_transforms or code.calls_compiled or is_new
 
     # Every recorded operation pays for this in every pass, and so it takes no other call.
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,36 +129,22 @@ def run_in_mode(
         As a `CallWrapper` gives them.
     """
     outer, own = local.own_code, mode_of()
-    if own is None:
-        return run_outside(local, call, args, kwargs)
-    if outer is not None:
-        inside = partial(run_in_mode, local, lambda: own, call)
-        return run_outside(local, inside, (args, kwargs), {})
-    try:
-        local.own_code = own
-        private.put_function_mode(own, 0)
+    if outer is own is None:
         return call(*args, **kwargs)
-    finally:
-        private.take_function_mode_out(own)
-        local.own_code = None
-
-
-def run_outside(local: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a module that own code calls, outside of the mode of that code."""
-    outer = local.own_code
-    if outer is None:
-        return call(*args, **kwargs)
-    # Torch takes a mode away while it handles a call, as when a post-processor runs.
     num_above = private.function_modes_above(outer)
     try:
-        local.own_code = None
-        private.take_function_mode_out(outer)
+        local.own_code = own
+        private.replace_function_mode(outer, own, 0)
         return call(*args, **kwargs)
     finally:
-        if num_above is not None:
-            # The module may have entered or left modes for good, as `set_default_device` does.
-            private.put_function_mode(outer, num_above)
+        # Torch takes a mode away while it handles a call, as when a post-processor runs. And the
+        # module may have entered or left modes for good, as `set_default_device` does.
+        private.replace_function_mode(own, None if num_above is None else outer, num_above or 0)
         local.own_code = outer
+
+
+def _no_mode() -> None:
+    """Return the mode of a module that own code only calls."""
 
 
 class RecordedCode:
@@ -181,28 +169,27 @@ class RecordedCode:
 
     def wrapper(self, module: nn.Module) -> CallWrapper:
         """Return what stands around the calls of the module."""
-        local = self.site.local
-        run = partial(run_in_mode, local, self.mode) if self._hooks else partial(run_outside, local)
+        run = partial(run_in_mode, self.site.local, self.mode if self._hooks else _no_mode)
         return CallWrapper(module, run, site=self.site)
 
     def mode(self) -> _RecordingMode | None:
         """Return the mode for a call in a pass, or in one that checkpointing runs again."""
         local = self.site.local
         active = local.active
-        if not self._hooks or (active is None and local.is_idle):
-            return None
         if active is not None:
             number = active.starts.get(self, 0)
             active.starts[self] = number + 1
             # A call too many shows, since functions are called again then.
             hooks = self._hooks[min(number, len(self._hooks) - 1)]
-            return _RecordingMode(self, hooks, local.log, active.sees_inputs)
+            return _RecordingMode(self, hooks, local.log, active)
+        if local.is_idle:
+            return None
         if private.backward_pass() == -1:
             for hook in filter(None, set(self._hooks[0].values())):
                 hook.note_outside()
         elif self.site.reruns:
             # Which call it is shows by what the first run has noted.
-            return _RecordingMode(self, self._hooks[0], None, sees_inputs=True)
+            return _RecordingMode(self, self._hooks[0], None)
         return None
 
     def is_unseen(self) -> bool:

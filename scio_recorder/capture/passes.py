@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,15 +13,15 @@ from torch import Tensor
 from scio_recorder.capture.checkpoint_regions import Rerun
 from scio_recorder.capture.gradients import CallKey, CallStart, Gradients
 from scio_recorder.capture.keeping import (
+    BARE,
     COPY,
     INPUT,
     LEARN,
     NOTHING,
     OUTPUT,
-    KeptTensor,
+    Keeper,
     KeptValue,
     Setting,
-    keep,
     offload,
 )
 from scio_recorder.capture.program import Program, Sink
@@ -29,11 +29,11 @@ from scio_recorder.errors import FlowError
 from scio_recorder.layer import RowIdx, few
 from scio_recorder.nets.attention import AttentionRecords, AttentionSink
 from scio_recorder.nets.labelling.torchinfo import calling_name
-from scio_recorder.nets.records import Entry, Inputs, Recorded, Records, entries_of
+from scio_recorder.nets.records import Entries, Entry, Inputs, Recorded, Records, entry_of
 from scio_recorder.nets.refusals import cast_for, refuse_unkeepable
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import Assigned
-from scio_recorder.tensors.ownership import Hold, holder
+from scio_recorder.tensors.ownership import Hold, holder, plain_version
 from scio_recorder.tensors.properties import memories_of
 from scio_recorder.tensors.structures import taken_apart
 
@@ -49,11 +49,24 @@ class StopForward(BaseException):
         self.owner = owner
 
 
+class _PlainInputs(NamedTuple):
+    """Inputs of tensors and constants, and the names of the last ones."""
+
+    values: tuple[Any, ...]
+    names: tuple[str, ...]
+
+    def inputs(self, parts: Sequence[Any]) -> Inputs:
+        """Return the inputs, given what was read of the values."""
+        (values,), count = parts, len(self.values) - len(self.names)
+        return Inputs(values[:count], dict(zip(self.names, values[count:], strict=True)))
+
+
 class _PendingInputs(NamedTuple):
     """The inputs of a call that has not returned yet."""
 
     args: Any
     kept: Any
+    versions: Any
     moment: LiveMoment | None
 
 
@@ -63,6 +76,71 @@ class Ended(NamedTuple):
     activations: Records
     inputs: Records | None = None
     attention: AttentionRecords | None = None
+
+
+class KeptCalls:
+    """What a pass has kept of its calls: most are never read, and no entries are made of them.
+
+    Parameters
+    ----------
+    program : Program
+        That of the pass.
+    outputs, inputs : sequence of (int, object, object)
+        The position of each call, what was kept, and the versions of plain values.
+    """
+
+    def __init__(self, program: Program, outputs: Any, inputs: Any) -> None:
+        self._program = program
+        self._kept = outputs, inputs
+
+    def activations(self) -> Entries:
+        """Return the entries of outputs."""
+        return self._shown(self._entries[0])
+
+    def inputs(self) -> Entries:
+        """Return the entries of inputs."""
+        return self._shown(self._entries[1])
+
+    def attention(self) -> Entries:
+        """Return the entries of attention, which is computed from both."""
+        outputs, inputs = self._entries
+        calls = self._program.attention.items()
+        return {at: own.record(inputs, outputs) for at, own in calls if own.last.label in outputs}
+
+    @cached_property
+    def _entries(self) -> tuple[Entries, Entries]:
+        # One entry for a tensor, which tells who else holds it.
+        hold, (outputs, inputs) = holder(), self._kept
+        self._kept = (), ()
+        made: list[dict[Any, list[Entry]]] = [{}, {}]
+        for entries, kept in zip(made, (outputs, inputs), strict=True):
+            for position, value, version in kept:
+                label = self._program.labels[position]
+                if label is not None and value is not NOTHING:
+                    entries.setdefault(label, []).append(_entry(value, version, hold))
+        of_outputs, of_inputs = map(self._by_label, made)
+        return of_outputs, of_inputs
+
+    def _by_label(self, calls: Mapping[RowIdx, list[Entry]]) -> Entries:
+        """Return one entry for each layer: of its call, or of all calls if they aren't counted."""
+        if self._program.counts_calls:
+            return {label: entry for label, (entry,) in calls.items()}
+        return {at: Recorded(calls.get(at, []), tuple) for at in self._program.order}
+
+    def _shown(self, entries: Entries) -> Entries:
+        """Return the entries of what users read: not those that attention alone needs."""
+        hidden = self._program.hidden
+        return {label: entry for label, entry in entries.items() if label not in hidden}
+
+
+def _entry(value: Any, version: Any, hold: Hold) -> Entry:
+    if type(value) is KeptValue:
+        return value.record(hold)
+    if type(value) is _PlainInputs:
+        read = entry_of(value.values, version, hold)
+        value = value._replace(values=(None,) * len(version))
+        return Recorded([read], value.inputs)
+    return value if type(value) is Recorded else entry_of(value, version, hold)
 
 
 class Pass:
@@ -76,6 +154,11 @@ class Pass:
     # A module with several names that was called by another one than at labelling, and how.
     _misnamed = ""
     _positions: Sequence[int] = ()
+    _keeper: Keeper | None = None
+    gradients: Gradients | None = None
+    rerun: Rerun | None = None
+    # Whether every call so far took the fast path, which notes plain values.
+    is_bare = True
 
     def __init__(
         self,
@@ -105,36 +188,33 @@ class Pass:
         # Whether anything looks at the inputs of operations.
         self.sees_inputs = bool(program.keeps_inputs or options.gradients or posts.acts)
         is_simple = not posts.acts and records_outputs and sink is None and not stops
+        # Whether a plain value need only be noted.
+        self._notes = is_simple and not (options.gradients or options.offload)
         self.fast = setting.fast if is_simple else program.never_fast
         self.is_fast = is_simple and setting.is_fast
-        self.receivers = self._direct_receivers(stops)
+        self.receivers = program.no_receivers
+        if sink is not None:
+            self.receivers = self._direct_receivers(self._sink, stops)
         self.log: list[Any] = []
-        self._copied: dict[int, KeptTensor] = {}
-        # By position; a position has several only if calls are not counted. The call that received
-        # inputs is known only when it returns.
-        self._inputs: list[tuple[int, KeptValue | Recorded]] = []
+        # By position, with versions; a position has several only if calls are not counted. The call
+        # that received inputs is known only when it returns.
+        self._inputs: list[tuple[int, Any, Any]] = []
         # How often each module, and own code, has started. A Counter takes longer to construct.
         self.starts: dict[object, int] = {}
         self._pending: dict[int, list[_PendingInputs]] = {}
-        self._input_kinds: dict[int, int] = {}
         # The state in which calls with recorded inputs ran.
         self.moments: dict[RowIdx, LiveMoment] = {}
-        self.gradients: Gradients | None = None
-        self.rerun: Rerun | None = None
-        # Whether every call so far took the fast path, which logs bare tensors.
-        self.is_bare = True
         self._counts: dict[int, int] = {}
         # The modules that other threads have called meanwhile, outside of any pass.
         self.called_in_other_threads: set[int] = set()
 
-    def _direct_receivers(self, stops: bool) -> list[Any]:
+    def _direct_receivers(self, sink: Any, stops: bool) -> list[Any]:
         """Return the receivers to which hooks hand outputs directly, by entry."""
         program, options = self.program, self.program.options
-        is_kept = self.records_outputs or options.inputs or options.gradients
-        if self._sink is None or is_kept or stops or self.posts.acts:
+        if self.records_outputs or options.inputs or options.gradients or stops or self.posts.acts:
             return program.no_receivers
         single = (None if label in program.slow else label for label in program.single)
-        return [label and self._sink.receivers[label] for label in single]
+        return [label and sink.receivers[label] for label in single]
 
     def receive(self, index: int, args: Any, output: Any) -> Any:
         """Take a module's output; return what the network goes on with, None for the same."""
@@ -156,6 +236,11 @@ class Pass:
         if label is None:
             self.log += index, NOTHING, 0
             return None
+        if self._notes and self.kinds[OUTPUT][positions[count]] == BARE:
+            version = plain_version(output)
+            if version is not None:
+                self.log += index, output, version
+                return None
         handed = output
         if self.posts.acts:
             row = self.program.architecture[label]
@@ -210,12 +295,12 @@ class Pass:
         if not pending:
             return
         number = next((i for i, call in enumerate(pending) if call.args is args), len(pending) - 1)
-        _, kept, moment = pending[number]
+        _, kept, versions, moment = pending[number]
         del pending[number:]
         if label is not None and self._sink is not None:
             self._sink.receive_inputs(label, kept)
         elif label is not None:
-            self._inputs.append((position, kept))
+            self._inputs.append((position, kept, versions))
             if moment is not None:
                 self.moments[label] = moment
 
@@ -224,17 +309,18 @@ class Pass:
         value, modules = Inputs(args, dict(kwargs)), self.program.modules
         module = modules[index] if index < len(modules) else None
         kept: Any
+        versions, kind = None, self.setting.input_kinds[index]
         if self._sink is not None:
             kept = self._sink.keep_inputs(self.program.rows[index], value)
         elif self.program.options.offload:
             kept = offload(taken_apart(value))
         else:
-            if index not in self._input_kinds:
-                kinds = {self.kinds[INPUT][at] for at in self.program.positions[index]}
-                self._input_kinds[index] = LEARN if LEARN in kinds else max(kinds)
-            kept, _ = keep(taken_apart(value), self._input_kinds[index], self._copied)
+            kept = _PlainInputs((*args, *kwargs.values()), tuple(kwargs))
+            versions = plain_version(kept.values) if kind == BARE else None
+            if versions is None:
+                kept, _ = self._kept(taken_apart(value), kind)
         moment = LiveMoment.of(module, value) if self._sink is None and module is not None else None
-        self._pending.setdefault(index, []).append(_PendingInputs(args, kept, moment))
+        self._pending.setdefault(index, []).append(_PendingInputs(args, kept, versions, moment))
 
     def explain(self, error: Exception, inputs: Inputs) -> None:
         """Add notes to an error of the network on what has probably caused it."""
@@ -245,8 +331,9 @@ class Pass:
 
     def abandon(self) -> None:
         """Drop everything: a traceback may keep this object alive."""
-        for held in (self.log, self._inputs, self._pending, self.moments, self._copied):
+        for held in (self.log, self._inputs, self._pending, self.moments):
             held.clear()
+        self._keeper = None
         self.gradients = None
         self.rerun = None
 
@@ -270,16 +357,22 @@ class Pass:
             else:
                 # A value that a sink receives at the end of the pass must not have changed by then.
                 kind = COPY if self._sink is not None else self.kinds[OUTPUT][position]
-                kept, on_graph = keep(apart, kind, self._copied, handed)
+                kept, on_graph = self._kept(apart, kind, handed)
         if self.gradients is not None and label not in self.program.hidden:
             # Gradients are received whether anything is kept here or not.
             self.gradients.attach(call, on_graph, apart.rebuild, older)
         return kept
 
+    def _kept(self, *value: Any) -> tuple[KeptValue, list[Tensor]]:
+        if self._keeper is None:
+            self._keeper = Keeper(self.setting)
+        return self._keeper.keep(*value)
+
     def finish(self, unhooked: Collection[int] = ()) -> Ended:
         """Check the calls of the pass, and return what it leaves.
 
-        Reading a record shows whether a later operation has overwritten it.
+        Reading a record shows whether a later operation has overwritten it. Later passes in this
+        setting keep things as this pass has shown to be right.
 
         Parameters
         ----------
@@ -292,7 +385,7 @@ class Pass:
             A module with a selected layer ran more or less often than at labelling, or unseen.
         """
         program, log = self.program, self.log
-        modules, is_as_labelled = log[::3], True
+        modules = log[::3]
         if unhooked or not program.counts_calls:
             self._refuse_unseen_calls(unhooked)
         self._positions = range(len(modules))
@@ -306,32 +399,26 @@ class Pass:
         if modules != program.expected:
             if program.counts_calls:
                 self._check_counts(modules)
-            self._positions, is_as_labelled = self._positions_of(modules), False
-        if self.is_bare and is_as_labelled and program.counts_calls and self._keeps_outputs:
-            made_when_read = partial(entries_of, program.order, log[1::3], log[2::3])
-            return Ended(Records(program.architecture, made_when_read))
-        hold = holder()
-        calls = zip(self._positions, log[1::3], log[2::3], strict=True)
-        kept = [call for call in calls if call[1] is not NOTHING]
-        entries = self._entries(kept if self._keeps_outputs else [], hold)
-        activations = Records(program.architecture, self._shown(entries))
-        if self._sink is not None and not self._hands_on:
+            self._positions = self._positions_of(modules)
+        outputs = zip(self._positions, log[1::3], log[2::3], strict=True)
+        inputs = sorted(self._inputs, key=operator.itemgetter(0))
+        kept = KeptCalls(program, outputs if self._keeps_outputs else (), inputs)
+        activations = Records(program.architecture, kept.activations)
+        if self._keeper is not None:
+            if self._keeper.is_learning:
+                self._learn()
+            self._keeper.end()
+        # A pass that keeps nothing leaves it open what the network overwrites.
+        self.setting.is_new &= not self._keeps_outputs
+        if self._sink is not None and not (self._hands_on or self.is_bare):
             for label in activations:
                 self._sink.receivers[label](activations.peek(label))
         if not program.keeps_inputs or self._sink is not None:
             return Ended(activations)
-        inputs = sorted(self._inputs, key=operator.itemgetter(0))
-        received = self._entries([(at, kept, 0) for at, kept in inputs], hold)
         records = None
         if program.options.inputs:
-            records = Records(program.architecture, self._shown(received), "input")
-        attention = AttentionRecords(program.architecture, program.attention, received, entries)
-        return Ended(activations, records, attention)
-
-    def _shown(self, entries: Mapping[RowIdx, Entry]) -> dict[RowIdx, Entry]:
-        """Return the entries of what users read: not those that attention alone needs."""
-        hidden = self.program.hidden
-        return {label: entry for label, entry in entries.items() if label not in hidden}
+            records = Records(program.architecture, kept.inputs, "input")
+        return Ended(activations, records, AttentionRecords(program.architecture, kept.attention))
 
     def _refuse_unseen_calls(self, unhooked: Collection[int]) -> None:
         """Refuse calls that no hook has seen, and whose number is not checked."""
@@ -352,16 +439,12 @@ class Pass:
                 "compile the recorder instead, as in rnet.compile()"
             )
 
-    def learn(self) -> None:
-        """Let later passes in this setting keep things as this pass has shown to be right."""
-        options = self.program.options
-        keeps_nothing = self._sink is not None and not self._inputs
-        if keeps_nothing or options.copy == "always" or options.offload:
-            return
-        calls = [(OUTPUT, *call) for call in zip(self._positions, self.log[1::3], strict=True)]
+    def _learn(self) -> None:
+        outputs = zip(self._positions, self.log[1::3], self.log[2::3], strict=True)
+        calls = [(OUTPUT, *call) for call in outputs] + [(INPUT, *call) for call in self._inputs]
         kept = [
             (what, position, value, self.kinds[what][position])
-            for what, position, value in [*calls, *((INPUT, *call) for call in self._inputs)]
+            for what, position, value, _ in calls
             if type(value) is KeptValue and value is not NOTHING
         ]
         lasting: set[int] = set()
@@ -408,17 +491,3 @@ class Pass:
             "record a module around those that the network runs in worker threads, or let it run "
             "them without"
         )
-
-    def _entries(self, kept: list[tuple[int, Any, int]], hold: Hold) -> dict[RowIdx, Entry]:
-        """Make one entry for each layer: of its call, or of all calls if they are not counted."""
-        program = self.program
-        calls: dict[Any, list[Entry]] = {}
-        for position, value, version in kept:
-            label = program.labels[position]
-            if label is not None:
-                entry = value.record(hold) if type(value) is KeptValue else value
-                entry = hold(value, version) if isinstance(value, Tensor) else entry
-                calls.setdefault(label, []).append(entry)
-        if program.counts_calls:
-            return {label: entry for label, (entry,) in calls.items()}
-        return {label: Recorded(calls.get(label, []), tuple) for label in program.order}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from scio_recorder.errors import LayerNotFoundError, MutationError
 from scio_recorder.layer import RowIdx, describe, few, map_leaves
 from scio_recorder.nets.architecture import Architecture, nearest
 from scio_recorder.tensors import private
-from scio_recorder.tensors.ownership import HeldTensor, holder
+from scio_recorder.tensors.ownership import HeldTensor, Hold
 from scio_recorder.tensors.properties import dtype_name
 from scio_recorder.tensors.structures import tensors
 
@@ -284,12 +285,18 @@ Entry: TypeAlias = HeldTensor | Recorded
 Entries: TypeAlias = Mapping[RowIdx, Entry]
 
 
-def entries_of(
-    labels: Sequence[RowIdx], tensors: Sequence[Tensor], versions: Sequence[int]
-) -> Entries:
-    """Return the entries of layers that each returned a tensor, with its version at the call."""
-    rows, hold = zip(labels, tensors, versions, strict=True), holder()
-    return {label: hold(tensor, version) for label, tensor, version in rows}
+def entry_of(value: Any, versions: Any, hold: Hold) -> Entry:
+    """Return the entry of a tensor or a plain tuple, with its versions from `plain_version`."""
+    if isinstance(value, Tensor):
+        return hold(value, versions)
+    pairs = [*zip(value, versions, strict=True)]
+    parts = [None if version is None else entry_of(part, version, hold) for part, version in pairs]
+    return Recorded(parts, partial(_filled, [version is None and part for part, version in pairs]))
+
+
+def _filled(others: Sequence[Any], parts: Sequence[Any]) -> tuple[Any, ...]:
+    pairs = zip(parts, others, strict=True)
+    return tuple([other if part is None else part for part, other in pairs])
 
 
 class Records(LayerMapping[Any]):
@@ -324,8 +331,8 @@ class Records(LayerMapping[Any]):
         return self._entries
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process has other streams.
-        return {**vars(self), "streams": ()}
+        # Another process has other streams, and no tensors whose versions were noted.
+        return {**vars(self), "_entries": self._values, "streams": ()}
 
     def peek(self, label: RowIdx) -> Any:
         """Return a record that may refer to memory to which other code writes."""

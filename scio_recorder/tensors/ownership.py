@@ -121,6 +121,37 @@ def holder() -> Hold:
     return hold
 
 
+# What a tuple may hold beside tensors: values that never change.
+_CONSTANTS = {type(None), bool, int, float, str, torch.dtype, torch.device}
+
+
+def plain_version(value: Any) -> Any:
+    """Return the version of a plain tensor, or of a tuple those of its parts, None for constants.
+
+    None if there is none, as of a tensor of inference mode or of a subclass, or of a tuple that
+    holds anything else.
+
+    Examples
+    --------
+    >>> x = torch.zeros(1)
+    >>> plain_version(x.add_(1)), plain_version((x, (x, 3))), plain_version(([x],))
+    (1, (1, (1, None)), None)
+    """
+    kind = type(value)
+    if kind is Tensor or kind is Parameter:
+        return None if value.is_inference() else value._version
+    if kind is not tuple:
+        return None
+    versions = []
+    for part in value:
+        kind = type(part)
+        version = None if kind in _CONSTANTS else plain_version(part)
+        if version is None and kind not in _CONSTANTS:
+            return None
+        versions.append(version)
+    return tuple(versions)
+
+
 def has_place(tensor: Tensor) -> bool:
     """Whether a tensor has a place in autograd's graph.
 

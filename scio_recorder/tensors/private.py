@@ -24,7 +24,7 @@ import platform
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from types import CodeType, FrameType
@@ -536,6 +536,12 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     return module._compiled_call_impl
 
 
+# Returns the functions in place of the calls of modules.
+compiled_calls: Callable[[Iterable[nn.Module]], list[Any]] = needs(
+    "Module._compiled_call_impl", "compiled modules"
+)(lambda modules: [module._compiled_call_impl for module in modules])
+
+
 @needs("Module._compiled_call_impl", "recording compiled modules")
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Set the function that is called in place of a module's hooks and forward; None for these."""
@@ -610,33 +616,29 @@ def set_function_modes(modes: list[Any]) -> None:
 
 def function_modes_above(mode: Any) -> int | None:
     """Return the number of function modes of this thread inside of one; None if it is not there."""
-    if _is_innermost(mode):
+    count = torch._C._len_torch_function_stack()
+    if count and torch._C._get_function_stack_at(count - 1) is mode:
         return 0
     modes = function_modes()
     return modes[::-1].index(mode) if mode in modes else None
 
 
-def take_function_mode_out(mode: Any) -> None:
-    """Leave a function mode of this thread, if it is there."""
-    if _is_innermost(mode):
-        torch._C._pop_torch_function_stack()
-    else:
-        set_function_modes([other for other in function_modes() if other is not mode])
+def replace_function_mode(old: Any, new: Any, num_above: int) -> None:
+    """Leave one function mode of this thread, and enter another outside of a number of others.
 
-
-def put_function_mode(mode: Any, num_above: int) -> None:
-    """Enter a function mode of this thread, unless it is there, outside of a number of others."""
-    if num_above == 0 and not _is_innermost(mode):
-        torch._C._push_on_torch_function_stack(mode)
-    elif num_above:
-        modes = [other for other in function_modes() if other is not mode]
-        modes.insert(max(0, len(modes) - num_above), mode)
-        set_function_modes(modes)
-
-
-def _is_innermost(mode: Any) -> bool:
+    None stands for no mode. What is left already, or entered, stays so.
+    """
     count = torch._C._len_torch_function_stack()
-    return count > 0 and torch._C._get_function_stack_at(count - 1) is mode
+    innermost = torch._C._get_function_stack_at(count - 1) if count else None
+    if num_above or (innermost is new if old is None else innermost is not old):
+        modes = [mode for mode in function_modes() if mode is not old and mode is not new]
+        modes.insert(max(0, len(modes) - num_above), new)
+        set_function_modes([mode for mode in modes if mode is not None])
+        return
+    if old is not None:
+        torch._C._pop_torch_function_stack()
+    if new is not None:
+        torch._C._push_on_torch_function_stack(new)
 
 
 @needs("torch._C.DisableTorchFunction", "labelling")

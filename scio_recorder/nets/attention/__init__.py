@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from scio_recorder.nets.attention.eager import Eager
 from scio_recorder.nets.attention.kernel import Kernel, MultiHead
 from scio_recorder.nets.attention.kind import Attention as Attention
 from scio_recorder.nets.attention.kind import AttentionKind, SeenAttention, SeenOperation, TakeOut
-from scio_recorder.nets.records import Entry, Inputs, Recorded, Records
+from scio_recorder.nets.records import Entries, Inputs, Recorded, Records
 from scio_recorder.nets.selection import selector_for
 from scio_recorder.tensors.properties import is_dense
 from scio_recorder.tensors.structures import map_tensors, tensors
@@ -104,7 +103,7 @@ class AttentionCalls(NamedTuple):
     first: Operation
     last: Operation
 
-    def record(self, inputs: Mapping[RowIdx, Entry], outputs: Mapping[RowIdx, Entry]) -> Recorded:
+    def record(self, inputs: Entries, outputs: Entries) -> Recorded:
         """Return a record of the attention, which is computed when it is read."""
         last = self.last.label
         return Recorded([outputs[self.first.label], inputs[last], outputs[last]], self.attention)
@@ -313,17 +312,8 @@ class AttentionRecords(Records):
     """The attention of layers in one pass, computed from what was recorded when it is read."""
 
     def __init__(
-        self,
-        architecture: Architecture,
-        calls: Mapping[DepthIdx, AttentionCalls] = MappingProxyType({}),
-        inputs: Mapping[RowIdx, Entry] = MappingProxyType({}),
-        outputs: Mapping[RowIdx, Entry] = MappingProxyType({}),
+        self, architecture: Architecture, entries: Entries | Callable[[], Entries] = dict
     ) -> None:
-        entries: dict[RowIdx, Entry] = {
-            label: operations.record(inputs, outputs)
-            for label, operations in calls.items()
-            if operations.last.label in outputs
-        }
         super().__init__(architecture, entries, "attention")
 
     def __repr__(self) -> str:
