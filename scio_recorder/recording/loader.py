@@ -110,14 +110,15 @@ def rows_of(recording: Readable, selectors: Sequence[object]) -> dict[RowIdx, Te
 _EPOCH, _BATCHES, _HAS_WORKERS = range(3)
 
 
+@dataclass(eq=False, repr=False)
 class RecordingLoader(IterableDataset[Any]):
     """Batches of rows of a recording; see :meth:`scio_recorder.Recording.loader`.
 
     Parameters
     ----------
-    layers : mapping
+    layers : dict
         Rows by label.
-    rows : mapping
+    rows : dict
         The columns of rows by name; empty if a row is a sample.
     architecture : str
         The fingerprint of the labelled net.
@@ -125,21 +126,16 @@ class RecordingLoader(IterableDataset[Any]):
         The arguments of the loader.
     """
 
-    def __init__(
-        self,
-        layers: Mapping[RowIdx, Tensor],
-        rows: Mapping[str, Tensor],
-        architecture: str,
-        arguments: Arguments,
-    ) -> None:
-        self._layers = dict(layers)
-        self._rows = dict(rows)
-        self._architecture = architecture
-        self._arguments = arguments
+    layers: dict[RowIdx, Tensor]
+    rows: dict[str, Tensor]
+    architecture: str
+    arguments: Arguments
+
+    def __post_init__(self) -> None:
         # What decides the order of rows, which is equal on all ranks.
-        self._order_of = {"layers": list(map(text_of, layers)), **asdict(arguments)}
+        self._order_of = {"layers": list(map(text_of, self.layers)), **asdict(self.arguments)}
         del self._order_of["rank"], self._order_of["with_rows"]
-        self._num_rows = len(next(iter(self._layers.values())))
+        self._num_rows = len(next(iter(self.layers.values())))
         with torch.inference_mode(False):
             self._shared = torch.zeros(3, dtype=torch.int64, device="cpu")
             self._shared.share_memory_()  # type: ignore[no-untyped-call]  # torch has no type
@@ -152,11 +148,11 @@ class RecordingLoader(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Return the number of batches of this rank in an epoch."""
-        batches = len(self._arguments.share(self._num_rows)) / self._arguments.batch_size
-        return math.floor(batches) if self._arguments.drop_last else math.ceil(batches)
+        batches = len(self.arguments.share(self._num_rows)) / self.arguments.batch_size
+        return math.floor(batches) if self.arguments.drop_last else math.ceil(batches)
 
     def __iter__(self) -> Iterator[Any]:
-        for samples in self._layers.values():
+        for samples in self.layers.values():
             if len(samples) != self._num_rows:
                 raise RecordingError("the recording has grown since it was opened: open it again")
         worker, skipped = get_worker_info(), int(self._shared[_BATCHES])
@@ -167,8 +163,8 @@ class RecordingLoader(IterableDataset[Any]):
         # Workers with one batch more come first.
         each, more = divmod(len(self), workers)
         first = part * each + min(part, more)
-        size = self._arguments.batch_size
-        share = self._arguments.share(self._num_rows)
+        size = self.arguments.batch_size
+        share = self.arguments.share(self._num_rows)
         places = share[first * size : (first + each + (part < more)) * size]
         self._iteration += 1
         self._given = skipped
@@ -273,9 +269,9 @@ class RecordingLoader(IterableDataset[Any]):
 
         All data counts, by its checksums; without any, the outer rows do.
         """
-        contents: list[Any] = [self._architecture]
-        layers = ((text_of(label), samples) for label, samples in self._layers.items())
-        for name, samples in (*layers, *self._rows.items()):
+        contents: list[Any] = [self.architecture]
+        layers = ((text_of(label), samples) for label, samples in self.layers.items())
+        for name, samples in (*layers, *self.rows.items()):
             content = samples.reader.fingerprint() if isinstance(samples, DiskTensor) else ""
             content = content or digest_of([samples[:32], samples[-32:]])
             contents.append([name, list(samples.shape), str(samples.dtype), content])
@@ -288,12 +284,12 @@ class RecordingLoader(IterableDataset[Any]):
                 f"the loaded state is from inside an epoch, of which {counted(skipped, 'batch')} "
                 "came, and workers can't continue it: read the rest with num_workers=0"
             )
-        layers, size = list(self._layers.values()), self._arguments.batch_size
-        rows = list(self._rows.values())
+        layers, size = list(self.layers.values()), self.arguments.batch_size
+        rows = list(self.rows.values())
         # The order does not depend on whether columns of rows are read as well.
-        run, room = _sizes_of(layers, rows, size, self._arguments.buffer_bytes)
-        columns = layers + rows * self._arguments.with_rows
-        key = f"{self._arguments.seed} {self._epoch}" if self._arguments.shuffle else None
+        run, room = _sizes_of(layers, rows, size, self.arguments.buffer_bytes)
+        columns = layers + rows * self.arguments.with_rows
+        key = f"{self.arguments.seed} {self._epoch}" if self.arguments.shuffle else None
         begun = skipped * size
         if begun >= len(places):
             return
@@ -308,11 +304,11 @@ class RecordingLoader(IterableDataset[Any]):
             del shown
 
     def _shown(self, numbers: Tensor, values: list[Tensor]) -> Any:
-        layers = dict(zip(self._layers, values, strict=False))
+        layers = dict(zip(self.layers, values, strict=False))
         shown = layers if len(layers) > 1 else values[0]
-        if not self._arguments.with_rows:
+        if not self.arguments.with_rows:
             return shown
-        known = dict(zip(self._rows, values[len(layers) :], strict=True))
+        known = dict(zip(self.rows, values[len(layers) :], strict=True))
         return shown, known or {"sample": numbers}
 
 

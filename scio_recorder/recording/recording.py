@@ -356,7 +356,7 @@ class Recording(Outlined, Listed, Readable):
             place = ProcessRank.checked(rank, world_size, ArgumentError)
         arguments = Arguments(batch_size, shuffle, seed, *place, drop_last, buffer_bytes, with_rows)
         layers, fingerprint = rows_of(self, selectors), self.architecture.fingerprint
-        return RecordingLoader(layers, self.rows, fingerprint, arguments)
+        return RecordingLoader(layers, dict(self.rows), fingerprint, arguments)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recording to a folder, from which ``open_recording`` reads it.

@@ -7,9 +7,11 @@ import itertools
 import os
 import struct
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import BuiltinFunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +21,6 @@ from scio_recorder.stores.disk_format.description import holds_recording
 from scio_recorder.stores.disk_format.reader import Packed, RunReader
 from scio_recorder.stores.disk_format.tensor_file import TensorInfo
 from scio_recorder.stores.disk_format.writer import RunWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 LAYERS = {
     "1-1": TensorInfo((3,), torch.float32),

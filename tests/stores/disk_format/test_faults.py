@@ -8,8 +8,10 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,10 +36,6 @@ from tests.stores.disk_format.runs import (
     state_after,
     write_rest,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 # What a full disk still allows.
 HARMLESS_WHEN_FULL = {"close", "flock", "fstat", "list_names", "read_into", "status_of"}

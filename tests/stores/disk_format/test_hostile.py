@@ -8,8 +8,9 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +32,6 @@ from tests.stores.disk_format.by_the_book import (
     unseal,
 )
 from tests.stores.disk_format.runs import LAYERS, NUM_SAMPLES, make_run, rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TERABYTE = 1 << 40
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,6 @@ from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import put_together, read_kept, read_run, take_apart
 from tests.stores.disk_format.runs import CHUNKS, HEADER, LAYERS, rows
 from tests.stores.disk_format.test_faults import outcomes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 # Two batches a chunk, the second of the last chunk without samples.
 ROWS = ((2, 1), (1, 1), (4, 0))

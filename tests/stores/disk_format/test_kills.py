@@ -13,7 +13,8 @@ import shutil
 import signal
 import stat
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,6 @@ from tests.stores.disk_format.runs import (
     killed_at,
     write_rest,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CAMPAIGN = pytest.mark.campaign
 NUM_KILLS = 2000 if os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0" else 20

@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +21,6 @@ from scio_recorder.workers.leases import Lease
 from tests.stores.disk_format.runs import calls_of, intercepted, killed_at
 from tests.stores.disk_format.test_faults import failing, problem_of
 from tests.stores.disk_format.test_two_writers import interleaved, system_calls
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
 LAYERS = {"x": TensorInfo((), torch.int64)}

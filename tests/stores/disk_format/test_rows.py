@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,6 @@ from scio_recorder.stores.disk_format.writer import RunWriter
 from tests.stores.disk_format.by_the_book import read_kept, read_rows, read_run, rewrite, unseal
 from tests.stores.disk_format.runs import calls_of, killed_at
 from tests.stores.disk_format.test_faults import outcomes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LAYERS = {
     "1-1": TensorInfo((3,), torch.float32),
