@@ -385,8 +385,8 @@ class Readable(LayerMapping[Any]):
         >>> rnet.record("0", inputs=True)
         >>> x = torch.randn(6, 2)
         >>> recording = rnet.collect(x.split(3))
-        >>> found = recording.recompute(rnet, "0.0")["0.0"]
-        >>> torch.equal(found, torch.cat([net[0][0](part) for part in x.split(3)]))
+        >>> values = recording.recompute(rnet, "0.0")["0.0"]
+        >>> torch.equal(values, torch.cat([net[0][0](part) for part in x.split(3)]))
         True
         """
         from scio_recorder.recompute.recomputing import Recomputation
@@ -429,7 +429,7 @@ class Readable(LayerMapping[Any]):
         >>> rnet = Recorder(nn.Sequential(nn.Sequential(nn.ReLU())), input_size=(1, 2))
         >>> rnet.record("0", inputs=True)
         >>> recording = rnet.collect(torch.ones(6, 2).split(4))
-        >>> [len(found["0.0"]) for found in recording.recompute_batches(rnet, "0.0")]
+        >>> [len(batch["0.0"]) for batch in recording.recompute_batches(rnet, "0.0")]
         [4, 2]
         """
         from scio_recorder.recompute.recomputing import Recomputation

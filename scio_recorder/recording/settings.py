@@ -40,8 +40,8 @@ def made_with(net: nn.Module) -> dict[str, Any]:
     Examples
     --------
     >>> import torch
-    >>> found = made_with(nn.Linear(2, 1))
-    >>> found["torch"] == torch.__version__, found["net"], found["dtypes"], found["devices"]
+    >>> made = made_with(nn.Linear(2, 1))
+    >>> made["torch"] == torch.__version__, made["net"], made["dtypes"], made["devices"]
     (True, 'torch.nn.modules.linear.Linear', ['float32'], ['cpu'])
     """
     kind = type(net)

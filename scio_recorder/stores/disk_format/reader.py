@@ -11,7 +11,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from itertools import accumulate, chain
 from operator import attrgetter
@@ -241,6 +241,7 @@ def ids_from_json(value: Any) -> Ids:
     return array("q", value)
 
 
+@dataclass(eq=False)
 class Chunk:
     """A commit. Its facts are in its file, and once its rank is complete also in the manifest.
 
@@ -272,19 +273,16 @@ class Chunk:
         The checksum of its file's header, and so of everything.
     """
 
-    def __init__(
-        self,
-        medium: Medium,
-        description: Description,
-        rank: int,
-        number: int,
-        samples_before: int,
-        stated: tuple[str, Mapping[str, JSON]] | None = None,
-    ) -> None:
-        self.name = chunk_name(rank, number)
-        self.path = medium.path_of(self.name)
-        self.rank, self.samples_before = rank, samples_before
-        self._medium, self._description, self._number = medium, description, number
+    medium: Medium
+    description: Description
+    rank: int
+    number: int
+    samples_before: int
+    stated: InitVar[tuple[str, Mapping[str, JSON]] | None] = None
+
+    def __post_init__(self, stated: tuple[str, Mapping[str, JSON]] | None) -> None:
+        self.name = chunk_name(self.rank, self.number)
+        self.path = self.medium.path_of(self.name)
         self._file: TensorFile | None = None
         with parsing(self.path):
             if stated is None:
@@ -298,7 +296,7 @@ class Chunk:
     @property
     def said(self) -> dict[str, JSON]:
         """Its facts about its samples, as in its file and the manifest."""
-        rows = None if self._description.rows is None else self.num_rows
+        rows = None if self.description.rows is None else self.num_rows
         ids = ids_to_json(self.ids)
         return {"ids": ids, "rows": rows, "batches": self.batches, "state": self.state}
 
@@ -316,11 +314,11 @@ class Chunk:
 
     def reopen(self, medium: Medium) -> None:
         """Open its file anew when data is read: each block is verified again then."""
-        self._medium, self._file = medium, None
+        self.medium, self._file = medium, None
 
     def _opened(self) -> TensorFile:
-        file = TensorFile(self._medium, self.name)
-        place = self._description.place(self.rank, self._number, self.samples_before)
+        file = TensorFile(self.medium, self.name)
+        place = self.description.place(self.rank, self.number, self.samples_before)
         if {key: file.content[key] for key in place} != place:
             raise ValueError("it does not belong here, or samples before it are lost")
         return file
@@ -329,7 +327,7 @@ class Chunk:
         self.ids = ids_from_json(said["ids"])
         # Recordings of versions without rows don't mention them.
         rows = said.get("rows")
-        if (rows is None) != (self._description.rows is None):
+        if (rows is None) != (self.description.rows is None):
             raise ValueError("its rows are not counted as the recording's are")
         self.num_rows = len(self.ids) if rows is None else expect(rows, int)
         if not 0 <= self.num_rows <= MAX_SIZE:
@@ -346,7 +344,7 @@ class Chunk:
                 raise ValueError("its state is missing")
 
     def _check_table(self, file: TensorFile) -> None:
-        rows = [(name, spec.of(self.num_rows)) for name, spec in self._description.table.items()]
+        rows = [(name, spec.of(self.num_rows)) for name, spec in self.description.table.items()]
         if list(file.table.items())[: len(rows)] != rows:
             raise ValueError("its tensors are not those of the recording's layers")
         names, wanted = list(file.table)[len(rows) :], list[str]()
