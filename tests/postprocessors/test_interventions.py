@@ -14,7 +14,6 @@ from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors import OnInput
 from tests.oracle import same_bits
 from tests.zoo.base import Net, linear
-from tests.zoo.inplace import Overwrites
 
 
 def three_layers() -> nn.Sequential:
@@ -194,41 +193,6 @@ def test_extract_keeps_the_graph_and_an_error_of_the_net() -> None:
     assert len(rnet.activations) == 0
 
 
-def test_recorded_inputs_are_what_forward_received() -> None:
-    def forward(net: Any, x: Tensor) -> Tensor:
-        hidden = net.first(x)
-        doubled = net.change(hidden)
-        return net.last(left=doubled, right=hidden)
-
-    last = Net(lambda _, *, left, right: left + right)
-    net = Net(forward, first=linear(), change=Overwrites(), last=last)
-    rnet = recorder(net, "change", "last", inputs=True)
-    for grad in (False, True, False, True):
-        x = torch.randn(3, 4)
-        with torch.set_grad_enabled(grad):
-            rnet(x)
-        hidden = net.first.forward(x)
-        (received,), keywords = rnet.inputs["change"]
-        assert keywords == {}
-        assert same_bits(received, hidden)
-        assert rnet.inputs["last"].args == ()
-        assert same_bits(rnet.inputs["last"].kwargs["left"], hidden * 2)
-        assert same_bits(rnet.inputs["last"].kwargs["right"], hidden * 3)
-
-
-def test_recorded_gradients_are_those_of_the_returned_values() -> None:
-    net = nn.Sequential(linear(), nn.ReLU(inplace=True), linear())
-    rnet = recorder(net, "0", "1", "2", gradients=True)
-    for scale in (1, 3):
-        x = torch.randn(3, 4)
-        (rnet(x).sum() * scale).backward()
-        weight = net[2].weight.sum(0) * scale
-        torch.testing.assert_close(rnet.gradients["2"], torch.full((3, 4), float(scale)))
-        torch.testing.assert_close(rnet.gradients["1"], weight.expand(3, 4))
-        alive = net[0].forward(x) > 0
-        torch.testing.assert_close(rnet.gradients["0"], weight * alive)
-
-
 def test_new_backward_replaces_the_gradients_of_the_last_one() -> None:
     def forward(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         return net.left(x), net.right(x)
@@ -240,29 +204,6 @@ def test_new_backward_replaces_the_gradients_of_the_last_one() -> None:
     (right.sum() * 5).backward()
     assert set(rnet.gradients) == {rnet.architecture["right"].label}
     torch.testing.assert_close(rnet.gradients["right"], torch.full((3, 4), 5.0))
-
-
-def test_layer_without_a_gradient_is_absent() -> None:
-    def forward(net: Any, x: Tensor) -> Tensor:
-        net.unused(x)
-        return net.used(x)
-
-    rnet = recorder(Net(forward, used=linear(), unused=linear()), "*used", gradients=True)
-    rnet(torch.randn(3, 4)).sum().backward()
-    assert set(rnet.gradients) == {rnet.architecture["used"].label}
-
-
-def test_pass_that_raises_leaves_no_activations() -> None:
-    rnet = recorder(three_layers(), "0")
-    rnet(torch.randn(3, 4))
-    assert len(rnet.activations) == 1
-
-    def fail(_: Tensor) -> Tensor:
-        raise ArithmeticError
-
-    with pytest.raises((ArithmeticError, PostprocessorError)):
-        rnet(torch.randn(3, 4), activation_postproc=fail)
-    assert len(rnet.activations) == 0
 
 
 @pytest.mark.parametrize("posts", [{"1": torch.neg}, {"1": 5}, 5])
