@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.measures import Tolerance, measure
-from scio_recorder.analysis.comparing.pairing import paired_outputs
+from scio_recorder.analysis.comparing.pairing import paired_outputs, parts_of
 from scio_recorder.errors import (
     ArgumentError,
     CheckError,
@@ -330,7 +330,7 @@ def _difference(expected: Any, value: Any) -> str:
     """Say how a value differs from the expected one; nothing if all bits are equal."""
     if describe(expected) != describe(value):
         return f"{shown_shapes(value)} in place of {shown_shapes(expected)}"
-    pairs = paired_outputs(expected, value)
+    pairs = paired_outputs(parts_of(expected), parts_of(value))
     if isinstance(pairs, str):
         return pairs
     for wanted, actual in pairs:

@@ -130,7 +130,8 @@ def twin(tensor: Tensor) -> Tensor:
     >>> twin(torch.zeros(2, 6)[:, ::2]).stride()
     (6, 2)
     """
-    copy = tensor.detach().clone()
+    has_graph = tensor.requires_grad and torch.is_grad_enabled()
+    copy = (tensor.detach() if has_graph else tensor).clone()
     if is_plain(tensor) and copy.stride() != tensor.stride():
         copy = StridedCopy(tensor).restored()
     return copy

@@ -3,6 +3,7 @@
 NOTE [Who makes a difference]
 
 A layer makes a difference in a block of samples if its output differs and none of its inputs do.
+An argument that only one side has, such as a mask where the other one has a flag, says nothing.
 Layers are examined in the order in which the reference's calls return, so the first that qualifies
 is the innermost and earliest. A layer that passes a difference on has received one.
 """
@@ -10,11 +11,10 @@ is the innermost and earliest. A layer that passes a difference on has received 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -33,11 +33,17 @@ from scio_recorder.analysis.comparing.measures import (
     Figures,
     Tolerance,
     dense,
-    measure,
+    measure_all,
     measure_values,
     unknown,
 )
-from scio_recorder.analysis.comparing.pairing import PartPair, paired_inputs, paired_outputs
+from scio_recorder.analysis.comparing.pairing import (
+    InputPairs,
+    PartPair,
+    paired_inputs,
+    paired_outputs,
+    parts_of,
+)
 from scio_recorder.analysis.comparing.parting import OperationPair, first_operations
 from scio_recorder.analysis.comparing.sides import (
     NetworkSide,
@@ -63,7 +69,7 @@ from scio_recorder.lowlevel import (
     restore_random,
     untouched,
 )
-from scio_recorder.tensors import private, tensors
+from scio_recorder.tensors import private
 
 ToInputs = Callable[[Any], Any]
 _T = TypeVar("_T")
@@ -246,6 +252,30 @@ class _MeasuredPart(NamedTuple):
         return dense(reference).reshape(-1)[at].item(), dense(candidate).reshape(-1)[at].item()
 
 
+@dataclass(eq=False)
+class _Noted:
+    """A first difference, and the part whose values are not yet read, if it has any."""
+
+    difference: FirstDifference
+    part: _MeasuredPart | None = None
+
+    def read(self) -> None:
+        """Read both values, for which a device is waited for."""
+        if self.part is not None:
+            own, other = self.part.values()
+            self.difference = replace(self.difference, reference=own, candidate=other)
+
+
+class _Received(NamedTuple):
+    """Whether a layer's inputs are equal in a block, None if that is not known.
+
+    If they are but for arguments that only one side has, these are named.
+    """
+
+    same: bool | None
+    one_sided: tuple[str, ...] = ()
+
+
 @dataclass
 class _ComparedLayer:
     """The findings about a pair of layers in all blocks so far."""
@@ -255,8 +285,8 @@ class _ComparedLayer:
     error: str | None = field(init=False)
     figures: Figures = field(default_factory=Figures)
     # The first place of a difference, and the first one although the inputs are equal.
-    first: FirstDifference | None = None
-    maker: FirstDifference | None = None
+    first: _Noted | None = None
+    maker: _Noted | None = None
     # Whether its inputs were equal in all blocks so far; None once they were not known.
     received_same: bool | None = True
 
@@ -264,50 +294,60 @@ class _ComparedLayer:
         self.error = self.pair.error
         if self.error is not None:
             self.received_same = None
-            self.fail(self.error, None, None)
+            self.fail(self.error, None, _Received(None))
 
     def receive(self, same: bool | None) -> None:
         """Take whether the inputs in a block are equal; None if that is not known."""
         before = self.received_same
         self.received_same = None if None in (same, before) else same and before
 
-    def fail(self, error: str, sample_id: SampleId | None, same: bool | None) -> None:
+    def fail(self, error: str, sample_id: SampleId | None, received: _Received) -> None:
         """Take the reason why the outputs in a block can't be compared."""
         self.error = self.error or error
         self.figures = unknown(self.figures)
-        layer = self.pair.reference
-        self._differ(FirstDifference(layer, sample_id, None, None, None, same, error))
+        self._note(_Noted(self._difference(sample_id, None, received, error=error)))
 
-    def add(self, block: SampleBlock, parts: Sequence[_MeasuredPart], same: bool | None) -> None:
+    def add(self, block: SampleBlock, parts: Sequence[_MeasuredPart], received: _Received) -> None:
         """Take how the parts of the outputs in a block differ."""
         for part in parts:
             self.figures.add(unknown(part.figures) if self.is_digest else part.figures)
         differing = [part for part in parts if part.figures.num_different]
-        if differing and (self.first is None or (same and self.maker is None)):
+        makes_it = any(received) and self.maker is None
+        if differing and (self.first is None or makes_it):
             part = min(differing, key=lambda part: part.place(block)[0])
             sample, index = part.place(block)
-            layer, sample_id = self.pair.reference, block.ids[sample]
             spot = None if self.is_digest else index
-            own, other = (None, None) if self.is_digest else part.values()
-            self._differ(
-                FirstDifference(layer, sample_id, spot, own, other, same, part=part.number)
-            )
+            difference = self._difference(block.ids[sample], spot, received, part=part.number)
+            self._note(_Noted(difference, None if self.is_digest else part))
 
-    def _differ(self, difference: FirstDifference) -> None:
-        self.first = self.first or difference
-        if difference.inputs_equal:
-            self.maker = self.maker or difference
+    def _difference(
+        self,
+        sample_id: SampleId | None,
+        index: tuple[int, ...] | None,
+        received: _Received,
+        **others: Any,
+    ) -> FirstDifference:
+        same, one_sided = received
+        layer, values = self.pair.reference, (None, None)
+        return FirstDifference(
+            layer, sample_id, index, *values, same, one_sided=one_sided, **others
+        )
+
+    def _note(self, noted: _Noted) -> None:
+        self.first = self.first or noted
+        if noted.difference.inputs_equal or noted.difference.one_sided:
+            self.maker = self.maker or noted
 
     def result(self) -> LayerDifference:
         """Return the findings about the layer."""
-        (layer, partner, _), figures, difference = self.pair, self.figures, self.maker or self.first
+        (layer, partner, _), figures, noted = self.pair, self.figures, self.maker or self.first
         return LayerDifference(
             *(layer.label, layer.name, partner.label, partner.name),
             *(figures.max_abs, figures.max_rel, figures.relative_error, figures.cosine),
             *(figures.num_different, figures.num_elements),
-            None if self.first is None else self.first.sample_id,
-            self.received_same if difference is None else difference.inputs_equal,
-            difference is not None,
+            None if self.first is None else self.first.difference.sample_id,
+            self.received_same if noted is None else noted.difference.inputs_equal,
+            noted is not None,
             self.error,
         )
 
@@ -357,9 +397,11 @@ class Comparison:
         modules = [{*side.net.modules()} for side in self._networks]
         self._share_modules = len(modules) > 1 and not modules[0].isdisjoint(modules[1])
         self._finds_operations = finds_operations
+        # The states of the networks before the first block.
+        self._states: list[NetState] = []
         # What was found, and for which difference.
         self._operations = OperationPair()
-        self._examined: FirstDifference | None = None
+        self._examined: _Noted | None = None
         if finds_operations and [side.compiled for side in self._networks] != [None, None]:
             raise ComparisonError(
                 "operations=True runs both networks again: give two recorders that are not "
@@ -370,7 +412,8 @@ class Comparison:
         """Prepare all networks; when the stack ends, they are as they were before."""
         for net in self._nets:
             # The outermost block puts the random numbers back.
-            stack.enter_context(untouched(net, keep_random=net is not self._nets[0]))
+            state = untouched(net, keep_random=net is not self._nets[0])
+            self._states.append(stack.enter_context(state))
         reference, candidate = self._sides
         calls: Literal["labelled", "any"] = next((x.calls for x in self._networks), "labelled")
         # Of all calls of a pass, nobody knows which inputs belong to the output that differs.
@@ -385,21 +428,43 @@ class Comparison:
         """Compare all layers of a block."""
         nets = self._nets if self._finds_operations else ()
         states = [NetState(reached([net]), only_buffers=is_sharded(net)) for net in nets]
-        reference, candidate = self._sides
-        self._in_turn(partial(reference.load, block), partial(candidate.load, block))
+        self._load(block)
         self._num_samples += len(block.ids)
+        self._judge(block)
+        if self._first is not None and self._first is not self._examined:
+            self._first.read()
         for layer in self._layers:
-            if layer.pair.error is None:
-                self._add(layer, block)
-        self._known.clear()
+            for noted in filter(None, (layer.first, layer.maker)):
+                noted.part = None
         if self._finds_operations:
             self._find_operations(block, states)
+        self._examined = self._first
+
+    def _load(self, block: SampleBlock) -> None:
+        """Run the networks; once more, if one has written to tensors in ways that are not counted.
+
+        In later blocks, which can't run again, this is hardly ever seen for the first time.
+        """
+        reference, candidate = self._sides
+        run = partial(self._in_turn, partial(reference.load, block), partial(candidate.load, block))
+        run()
+        is_first, random = not self._num_samples, random_state()
+        sides = [x for x in self._networks if not InStep(x.net).all(x.copies_are_right)]
+        for side in sides:
+            side.shares_copies = False
+            side.forget_inputs()
+        if sides and is_first:
+            for state in self._states:
+                state.put_back()
+            restore_random(random)
+            run()
 
     def result(self, unmatched: Unmatched) -> Difference:
         """Return the findings."""
-        first, (reference, candidate) = self._first, self._sides
+        noted, (reference, candidate) = self._first, self._sides
+        own, other, why_none = self._operations
+        first = None if noted is None else noted.difference
         if first is not None:
-            own, other, why_none = self._operations
             first = replace(
                 first, operation=own, candidate_operation=other, why_no_operation=why_none
             )
@@ -415,7 +480,7 @@ class Comparison:
         )
 
     @property
-    def _first(self) -> FirstDifference | None:
+    def _first(self) -> _Noted | None:
         """The first layer that makes a difference so far, or else that differs."""
         makers = (layer.maker for layer in self._layers)
         others = (layer.first for layer in self._layers)
@@ -429,51 +494,67 @@ class Comparison:
         restore_random(random)
         return mine, second()
 
-    def _add(self, layer: _ComparedLayer, block: SampleBlock) -> None:
-        mine, theirs = layer.pair.reference.label, layer.pair.partner.label
-        reference, candidate = self._sides
-        same = self._are_same(layer.pair, reference.inputs(mine), candidate.inputs(theirs))
-        layer.receive(same)
-        pairs = paired_outputs(reference.output(mine), candidate.output(theirs))
-        if isinstance(pairs, str):
-            layer.fail(pairs, block.ids[0], same)
-        else:
-            figures = map(self._figures, pairs)
-            layer.add(block, list(map(_MeasuredPart, count(), pairs, figures)), same)
+    def _judge(self, block: SampleBlock) -> None:
+        """Compare what the layers returned and received in a block, all of them at once."""
+        layers = [layer for layer in self._layers if layer.pair.error is None]
+        outputs, inputs = map(self._outputs_of, layers), map(self._inputs_of, layers)
+        paired = list(zip(layers, outputs, inputs, strict=True))
+        returned = [pair for _, pairs, _ in paired if not isinstance(pairs, str) for pair in pairs]
+        received = [pair for _, _, pairs in paired if pairs is not None for pair in pairs.pairs]
+        figures = self._measured(received, only_counts=True) | self._measured(returned)
+        for layer, own, others in paired:
+            same = _received(others, figures)
+            layer.receive(same.same)
+            if isinstance(own, str):
+                layer.fail(own, block.ids[0], same)
+            else:
+                parts = [
+                    _MeasuredPart(number, pair, figures[pair.key])
+                    for number, pair in enumerate(own)
+                ]
+                layer.add(block, parts, same)
 
-    def _are_same(self, pair: Pair, mine: Inputs | None, theirs: Inputs | None) -> bool | None:
-        """Whether all inputs of a layer are equal; None if that is not known."""
+    def _outputs_of(self, layer: _ComparedLayer) -> list[PartPair] | str:
+        reference, candidate = self._sides
+        mine, theirs = layer.pair.reference.label, layer.pair.partner.label
+        return paired_outputs(reference.output(mine), candidate.output(theirs))
+
+    def _inputs_of(self, layer: _ComparedLayer) -> InputPairs | None:
+        """Return the inputs of a layer; None if they are not known."""
+        (row, partner, _), (reference, candidate) = layer.pair, self._sides
+        mine, theirs = reference.inputs(row.label), candidate.inputs(partner.label)
         if mine is None or theirs is None:
             return None
-        if isinstance(pair.reference, Operation):
-            # Numbers are a part of the operation, and arguments have no names.
-            mine, theirs = (Inputs(tuple(tensors(inputs)), {}) for inputs in (mine, theirs))
-            pairs = paired_inputs(mine, theirs, None, None)
-        else:
-            pairs = paired_inputs(mine, theirs, pair.reference.module, pair.partner.module)
-        return pairs is not None and all(
-            parts.is_of_one_shape and not self._figures(parts).num_different for parts in pairs
+        if not isinstance(row, Operation):
+            return paired_inputs(mine, theirs, row.module, partner.module)
+        # Numbers are a part of the operation, and arguments have no names.
+        mine, theirs = (
+            Inputs(tuple(x for x in parts_of(tuple(inputs)).values() if isinstance(x, Tensor)), {})
+            for inputs in (mine, theirs)
         )
+        return paired_inputs(mine, theirs, None, None)
 
-    def _figures(self, pair: PartPair) -> Figures:
-        """Measure two parts, once: one layer's output is often another one's input or output."""
-        reference, candidate = pair
-        if not isinstance(reference, Tensor):
-            return measure_values(reference, candidate, self._tolerance)
-        known = self._known.get((id(reference), id(candidate)))
-        if known is not None and known[0]() is reference and known[1]() is candidate:
-            return known[2]
-        figures = measure(reference, candidate, self._tolerance)
-        references = weakref.ref(reference), weakref.ref(candidate)
-        self._known[id(reference), id(candidate)] = *references, figures
-        return figures
+    def _measured(
+        self, pairs: Sequence[PartPair], *, only_counts: bool = False
+    ) -> dict[tuple[int, int], Figures]:
+        """Measure parts, each pair once: one layer's output is often another one's."""
+        distinct = {pair.key: pair for pair in pairs}
+        held = {key: pair for key, pair in distinct.items() if isinstance(pair.reference, Tensor)}
+        held = {key: pair for key, pair in held.items() if pair.is_of_one_shape}
+        figures = measure_all([*held.values()], self._tolerance, only_counts=only_counts)
+        values = {
+            key: measure_values(*pair, self._tolerance)
+            for key, pair in distinct.items()
+            if not isinstance(pair.reference, Tensor)
+        }
+        return values | dict(zip(held, figures, strict=True))
 
     def _find_operations(self, block: SampleBlock, states: Sequence[NetState]) -> None:
         """Run a block again, from the same state, if it has shown an earlier first difference."""
-        first, pair = self._first, None
-        if first is not None and first is not self._examined:
+        noted, pair = self._first, None
+        first = None if noted is None else noted.difference
+        if first is not None and noted is not self._examined:
             pair = next(layer.pair for layer in self._layers if layer.pair.reference is first.layer)
-        self._examined = first
         if pair and isinstance(pair.reference, Operation) and isinstance(pair.partner, Operation):
             self._operations, pair = OperationPair(pair.reference, pair.partner), None
         # All processes that run a network in step run it again, or none does.
@@ -488,7 +569,19 @@ class Comparison:
             partial(reference.trace, block, mine), partial(candidate.trace, block, theirs)
         )
         if first is not None and pair is not None:
-            received_same = first.inputs_equal is True
+            received_same = first.inputs_equal is True or bool(first.one_sided)
             self._operations = first_operations(
                 own, other, self._tolerance, received_same=received_same
             )
+
+
+def _received(inputs: InputPairs | None, figures: Mapping[tuple[int, int], Figures]) -> _Received:
+    """Return whether all inputs of a layer are equal."""
+    if inputs is None:
+        return _Received(None)
+    for pair in inputs.pairs:
+        if not pair.is_of_one_shape or figures[pair.key].num_different:
+            return _Received(False)
+    if not inputs.one_sided:
+        return _Received(True)
+    return _Received(None, inputs.one_sided if inputs.pairs else ())

@@ -142,11 +142,15 @@ class FirstDifference:
     inputs_equal : bool or None
         True: the layer's inputs are equal in that batch, so the layer itself makes the difference.
         False: some of its inputs differ already, and the layer that made that difference was not
-        compared. None: inputs are not known, and this is the first layer to return that differs.
+        compared. None: inputs are not known, and this is the first layer to return that differs;
+        or they are equal but for `one_sided`.
     error : str or None
         Why the values can't be compared, as in :class:`LayerDifference`.
     part : int, default 0
         The number of the tensor in the layer's output, in order, if it has several.
+    one_sided : tuple of str
+        The arguments that only one side has, such as a mask, if all others are equal. They say
+        nothing about whether the inputs are equal.
     operation : Operation or None
         With ``operations=True``, the operation in the layer's own code that makes the difference:
         the first whose inputs are equal and whose outputs differ, or the one at which the two codes
@@ -168,6 +172,7 @@ class FirstDifference:
     operation: Operation | None = None
     candidate_operation: Operation | None = None
     why_no_operation: str = ""
+    one_sided: tuple[str, ...] = ()
 
 
 class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
@@ -245,7 +250,11 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             said += f", index {first.index}{part}: {values}"
         if first.error is not None:
             said += f": {first.error}"
-        said += f"; {_INPUTS_SAID[first.inputs_equal]}"
+        inputs = _INPUTS_SAID[first.inputs_equal]
+        if first.one_sided:
+            names = few(first.one_sided, _FEW)
+            inputs = f"its inputs are equal but for {names}, which only one side has"
+        said += f"; {inputs}"
         if first.operation is not None:
             said += f", and {visible(first.operation.made_at)}"
         return f"{said}."
@@ -268,7 +277,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             if self.first.why_no_operation:
                 said.append(f"No operation is named: {self.first.why_no_operation}.")
             said.append(f"{self.count}, in {counted(self.num_samples, 'sample')}.")
-            if self.first.inputs_equal is not True:
+            if not (self.first.inputs_equal or self.first.one_sided):
                 said.append(_ADVICE[self.first.inputs_equal])
         for side, names in zip(("reference", "candidate"), self.unmatched, strict=True):
             if names:

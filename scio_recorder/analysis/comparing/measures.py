@@ -7,27 +7,36 @@ NaNs are equal whatever their bits, since these differ from machine to machine. 
 dtypes are compared as numbers. With tolerances, numbers are equal as for `numpy.isclose` with
 ``equal_nan=True``, and the reference gives the scale.
 
-Tensors are measured in pieces that stay in the cache while they are widened and subtracted. A
-finite sum of squares proves that all numbers of a piece are finite, as they nearly always are.
+NOTE [Many tensors at once]
+
+Tensors of one shape and dtype are measured together, as the lines of a matrix, and large ones in
+pieces that stay in the cache. All figures stay on the device until they are read, once in each
+stage. The first stage shows what is equal bit for bit, at little cost. The second takes the others,
+and is right if all numbers are finite, which finite sums of squares prove. The third is always
+right.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import ComparisonError
-from scio_recorder.tensors import is_dense, with_float64
+from scio_recorder.tensors import is_dense, is_plain, with_float64
 
 # Elements measured together: in the cache of a core, or many at a time on a device.
 _PIECE = {"cpu": 1 << 17}
 _OTHER_PIECE = 1 << 22
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The names of figures, and their values for each line of a matrix.
+_Columns: TypeAlias = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -129,14 +138,111 @@ def measure(reference: Tensor, candidate: Tensor, tolerance: Tolerance) -> Figur
     >>> figures.max_abs, figures.max_rel, figures.relative_error, figures.num_different
     (1.0, 0.25, 0.2, 1)
     """
-    own, other = with_float64(dense(reference)).reshape(-1), dense(candidate).reshape(-1)
-    other = other.to(own.device)
-    step = _PIECE.get(own.device.type, _OTHER_PIECE)
-    total = Figures()
-    for start in range(0, len(own), step):
-        piece = slice(start, start + step)
-        total.add(_measure_piece(own[piece], other[piece], tolerance), start)
-    return total
+    return measure_all([(reference, candidate)], tolerance)[0]
+
+
+def measure_all(
+    pairs: Sequence[tuple[Tensor, Tensor]], tolerance: Tolerance, *, only_counts: bool = False
+) -> list[Figures]:
+    """Return how the tensors of each pair differ, see NOTE [Many tensors at once].
+
+    Parameters
+    ----------
+    pairs : sequence of (Tensor, Tensor)
+        As for :func:`measure`.
+    tolerance : Tolerance
+        What counts as equal.
+    only_counts : bool
+        Whether the numbers of elements, and of those that differ, are all that is asked for.
+
+    Examples
+    --------
+    >>> pairs = [(torch.ones(2), torch.ones(2)), (torch.zeros(3), torch.ones(3))]
+    >>> [figures.num_different for figures in measure_all(pairs, Tolerance())]
+    [0, 3]
+    """
+    pieces = [piece for number, pair in enumerate(pairs) for piece in _pieces(number, *pair)]
+    stages = (_counted_if_equal, _counted) if only_counts else (_if_equal, _if_finite, _any)
+    measured: dict[int, Figures] = {}
+    for stage in stages:
+        bundles = _bundles(pieces, [at for at in range(len(pieces)) if at not in measured])
+        results = [stage(*_stacked([pieces[at] for at in bundle]), tolerance) for bundle in bundles]
+        for bundle, lines in zip(bundles, _read(results), strict=True):
+            for at, line in zip(bundle, lines, strict=True):
+                if line.pop("is_right", True):
+                    measured[at] = _figures(pieces[at].own.numel(), line)
+    totals = [Figures() for _ in pairs]
+    for at, piece in enumerate(pieces):
+        totals[piece.number].add(measured[at], piece.start)
+    return totals
+
+
+class _Piece(NamedTuple):
+    """A pair of tensors, or of pieces of them: which pair, and the flat index of its first."""
+
+    number: int
+    start: int
+    own: Tensor
+    other: Tensor
+
+
+def _pieces(number: int, reference: Tensor, candidate: Tensor) -> Iterator[_Piece]:
+    own, other = with_float64(dense(reference)), dense(candidate)
+    if other.device != own.device:
+        other = other.to(own.device)
+    step = _step(own)
+    if 0 < own.numel() <= step:
+        yield _Piece(number, 0, own, other)
+    elif own.numel():
+        parts = zip(*(torch.split(x.reshape(-1), step) for x in (own, other)), strict=True)
+        for place, pair in enumerate(parts):
+            yield _Piece(number, place * step, *pair)
+
+
+def _step(tensor: Tensor) -> int:
+    return _PIECE.get(tensor.device.type, _OTHER_PIECE)
+
+
+def _bundles(pieces: Sequence[_Piece], numbers: Iterable[int]) -> list[list[int]]:
+    """Return the numbers of the pieces that are measured together."""
+    groups: dict[Any, list[int]] = {}
+    for at in numbers:
+        _, _, own, other = pieces[at]
+        groups.setdefault((own.shape, own.dtype, other.dtype, own.device), []).append(at)
+    bundles: list[list[int]] = []
+    for group in groups.values():
+        own = pieces[group[0]].own
+        size = max(1, _step(own) // own.numel())
+        bundles += [group[start : start + size] for start in range(0, len(group), size)]
+    return bundles
+
+
+def _stacked(bundle: Sequence[_Piece]) -> tuple[Tensor, Tensor]:
+    """Return matrices with a line for each piece."""
+    _, _, owns, others = zip(*bundle, strict=True)
+    if len(bundle) == 1:
+        # Large ones are not copied.
+        return owns[0].reshape(1, -1).contiguous(), others[0].reshape(1, -1).contiguous()
+    return torch.stack(owns).flatten(1), torch.stack(others).flatten(1)
+
+
+def _read(results: Sequence[_Columns]) -> Iterator[list[dict[str, float]]]:
+    """Yield the figures of each line, by name: each device is waited for once."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for columns in results:
+        table = torch.stack([column.double() for column in columns.values()], 1)
+        by_device.setdefault(table.device, []).append(table)
+    read = {device: iter(torch.cat(tables).tolist()) for device, tables in by_device.items()}
+    for columns in results:
+        column = next(iter(columns.values()))
+        lines = islice(read[column.device], len(column))
+        yield [dict(zip(columns, line, strict=True)) for line in lines]
+
+
+def _figures(num_elements: int, line: dict[str, float]) -> Figures:
+    number, first = int(line.pop("num_different", 0)), line.pop("first", None)
+    place = int(first) if number and first is not None else None
+    return Figures(num_elements, number, first=place, **line)
 
 
 def measure_values(reference: Any, candidate: Any, tolerance: Tolerance) -> Figures:
@@ -167,6 +273,8 @@ def _as_tensor(value: Any) -> Tensor:
 
 def dense(tensor: Tensor) -> Tensor:
     """Return a detached dense tensor of the same numbers, for one that is not spread out."""
+    if is_plain(tensor) and not tensor.requires_grad:
+        return tensor
     whole = tensor.detach()
     if not is_dense(whole):
         if whole.is_nested:
@@ -175,50 +283,109 @@ def dense(tensor: Tensor) -> Tensor:
     return whole.as_subclass(Tensor).resolve_conj().resolve_neg()
 
 
-def _measure_piece(own: Tensor, other: Tensor, tolerance: Tolerance) -> Figures:
-    """Measure a piece, see NOTE [What is equal]."""
-    is_complex = own.is_complex() or other.is_complex()
-    wide = torch.complex128 if is_complex else torch.float64
-    one, two = own.to(wide), other.to(wide)
-    squares = _product(one, one)
-    is_one_dtype = own.dtype is other.dtype
-    if is_one_dtype and math.isfinite(squares) and torch.equal(_bits(own), _bits(other)):
-        return Figures(len(own), own=squares, others=squares, product=squares)
+def _if_equal(own: Tensor, other: Tensor, tolerance: Tolerance) -> _Columns:
+    """Measure lines that are equal bit for bit, and finite."""
+    wide = own.to(_wide(own, other))
+    squares, is_equal = _product(wide, wide), _are_equal(own, other)
+    sums = dict.fromkeys(("own", "others", "product"), squares)
+    return {"is_right": is_equal & squares.isfinite(), **sums}
+
+
+def _if_finite(own: Tensor, other: Tensor, tolerance: Tolerance) -> _Columns:
+    """Measure lines of finite numbers."""
+    columns = _measured(own, other, tolerance, has_others=False)
+    return {"is_right": (columns["own"] + columns["others"]).isfinite(), **columns}
+
+
+def _any(own: Tensor, other: Tensor, tolerance: Tolerance) -> _Columns:
+    return _measured(own, other, tolerance, has_others=True)
+
+
+def _counted_if_equal(own: Tensor, other: Tensor, tolerance: Tolerance) -> _Columns:
+    return {"is_right": _are_equal(own, other)}
+
+
+def _counted(own: Tensor, other: Tensor, tolerance: Tolerance) -> _Columns:
+    *_, differ = _compared(own, other, tolerance, has_others=True)
+    return {"num_different": differ.count_nonzero(1)}
+
+
+def _measured(own: Tensor, other: Tensor, tolerance: Tolerance, *, has_others: bool) -> _Columns:
+    """Return all figures of each line; ``has_others`` than finite numbers or not."""
+    one, two, apart, differ = _compared(own, other, tolerance, has_others=has_others)
+    number, max_abs = differ.count_nonzero(1), apart.amax(1)
+    if not (one.is_complex() or own.is_floating_point() or other.is_floating_point()):
+        # Integers that differ only beyond float64 differ by one at least.
+        max_abs = torch.maximum(max_abs, (number > 0).to(max_abs.dtype))
+    return {
+        "num_different": number,
+        "max_abs": max_abs,
+        # Equal zeros have no quotient.
+        "max_rel": (apart / one.abs()).nan_to_num_(nan=0.0, posinf=math.inf).amax(1),
+        "squares": _product(apart, apart),
+        "own": _product(one, one),
+        "others": _product(two, two),
+        "product": _product(one, two),
+        "first": _first(differ),
+    }
+
+
+def _compared(
+    own: Tensor, other: Tensor, tolerance: Tolerance, *, has_others: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return both in float64, how far they are apart, and where they differ beyond a tolerance."""
+    one, two = own.to(_wide(own, other)), other.to(_wide(own, other))
     apart, differ = (two - one).abs(), None
-    if is_one_dtype and tolerance.is_exact:
-        # Both parts of a complex number.
-        differ = (_bits(own) != _bits(other)).reshape(len(own), -1).any(-1)
-    if not math.isfinite(squares + _product(two, two)):
+    if own.dtype is other.dtype and tolerance.is_exact:
+        differ = _differing_bits(own, other)
+    if has_others:
         both_nan = one.isnan() & two.isnan()
         differ = None if differ is None else differ & ~both_nan
         apart = apart.masked_fill((one == two) | both_nan, 0.0)
         apart = apart.nan_to_num_(nan=math.inf, posinf=math.inf)
         odd = ~(one.isfinite() & two.isfinite())
         one, two = one.masked_fill(odd, 0.0), two.masked_fill(odd, 0.0)
-    size = one.abs()
     if differ is None:
-        near = (apart <= tolerance.atol + tolerance.rtol * size) & apart.isfinite()
+        near = (apart <= tolerance.atol + tolerance.rtol * one.abs()) & apart.isfinite()
         differ = (apart > 0) & ~near
-    number, max_abs = int(differ.count_nonzero()), float(apart.amax())
-    are_whole = not (is_complex or own.is_floating_point() or other.is_floating_point())
-    return Figures(
-        len(own),
-        number,
-        # Integers that differ only beyond float64 differ by one at least.
-        max(max_abs, float(are_whole and number > 0)),
-        # Equal zeros have no quotient.
-        float((apart / size).nan_to_num_(nan=0.0, posinf=math.inf).amax()),
-        squares=_product(apart, apart),
-        own=_product(one, one),
-        others=_product(two, two),
-        product=_product(one, two),
+    return one, two, apart, differ
+
+
+def _wide(own: Tensor, other: Tensor) -> torch.dtype:
+    return torch.complex128 if own.is_complex() or other.is_complex() else torch.float64
+
+
+def _product(one: Tensor, two: Tensor) -> Tensor:
+    """Return the real part of the scalar product of each line."""
+    if len(one) == 1:
+        return torch.vdot(one[0], two[0]).real[None]
+    if one.is_complex():
+        one, two = (torch.view_as_real(lines).flatten(1) for lines in (one, two))
+    return (one * two).sum(1)
+
+
+def _first(differ: Tensor) -> Tensor:
+    """Return the first place of each line that is True."""
+    if differ.device.type == "cpu":
         # NumPy takes a fifth of torch's time.
-        first=int(differ.cpu().numpy().argmax()) if number else None,
-    )
+        return torch.from_numpy(differ.numpy().argmax(1))
+    return differ.view(torch.uint8).argmax(1)
 
 
-def _product(one: Tensor, two: Tensor) -> float:
-    return float(torch.vdot(one, two).real)
+def _are_equal(own: Tensor, other: Tensor) -> Tensor:
+    """Return which lines are equal bit for bit; none of two dtypes."""
+    if own.dtype is not other.dtype:
+        return torch.zeros(len(own), dtype=torch.bool, device=own.device)
+    # Eight bytes take the time of one.
+    parts = own.shape[1], own.storage_offset(), other.storage_offset()
+    bits = _BITS[math.gcd(8, *(number * own.itemsize for number in parts))]
+    return (own.view(bits) != other.view(bits)).view(torch.uint8).amax(1) == 0
+
+
+def _differing_bits(own: Tensor, other: Tensor) -> Tensor:
+    differ = _bits(own) != _bits(other)
+    # Both parts of a complex number.
+    return differ.any(-1) if own.is_complex() else differ
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +16,13 @@ from torch.masked import MaskedTensor
 from scio_recorder.analysis.comparing.measures import dense
 from scio_recorder.layer import counted
 from scio_recorder.lowlevel import Inputs
-from scio_recorder.tensors import fold, gathered, inner_tensors, is_container, tensors
+from scio_recorder.tensors import fold, gathered, inner_tensors, is_container, is_plain, tensors
 
 _PLAIN = bool | int | float | complex | str | bytes | range | slice | Enum | torch.dtype
-# Parts by their places in a structure: tensors, and plain values of any kind.
-Parts: TypeAlias = dict[tuple[Any, ...], Any]
+
+
+class Parts(dict[tuple[Any, ...], Any]):
+    """The tensors and plain values of a structure, by their places in it."""
 
 
 class PartPair(NamedTuple):
@@ -28,34 +32,72 @@ class PartPair(NamedTuple):
     candidate: Any
 
     @property
+    def key(self) -> tuple[int, int]:
+        """What distinguishes it from other pairs while it lives."""
+        return id(self.reference), id(self.candidate)
+
+    @property
     def is_of_one_shape(self) -> bool:
         """Whether the two can be compared number by number."""
         reference, candidate = self
         return not isinstance(reference, Tensor) or reference.shape == candidate.shape
 
 
-def paired_outputs(reference: Any, candidate: Any) -> list[PartPair] | str:
+class InputPairs(NamedTuple):
+    """The parts of two layers' inputs, and the names of arguments that only one side has."""
+
+    pairs: list[PartPair]
+    one_sided: tuple[str, ...] = ()
+
+
+def parts_of(value: Any, copy: Callable[[Tensor], Tensor] | None = None) -> Parts:
+    """Return the parts of a structure, and perhaps copies of its tensors.
+
+    Parameters
+    ----------
+    value : Any
+        A tensor, or a structure of tensors, plain values and parts.
+    copy : callable, optional
+        ``Tensor -> Tensor``; called once for each distinct tensor.
+
+    Examples
+    --------
+    >>> parts_of({"a": [1, 2], "b": None})
+    {('a', 0): 1, ('a', 1): 2}
+    """
+    known: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if copy is None:
+            return tensor
+        if id(tensor) not in known:
+            known[id(tensor)] = copy(tensor)
+        return known[id(tensor)]
+
+    parts: Parts = fold(value, partial(_leaf, copied), _placed, lambda part: type(part) is Parts)
+    return parts
+
+
+def paired_outputs(reference: Parts, candidate: Parts) -> list[PartPair] | str:
     """Pair the parts of two layers' outputs, or explain why that can't be done.
 
     Parts at the same place belong together, such as under one key. If the structures differ, as a
     tensor and a tuple of one, tensors are paired in order.
 
-    Parameters
-    ----------
-    reference, candidate : any
-        Tensors, or structures of them.
-
     Examples
     --------
-    >>> [tuple(pair) for pair in paired_outputs({"a": 1, "b": 2}, {"b": 3, "a": 4})]
+    >>> pairs = paired_outputs(parts_of({"a": 1, "b": 2}), parts_of({"b": 3, "a": 4}))
+    >>> [tuple(pair) for pair in pairs]
     [(1, 4), (2, 3)]
-    >>> paired_outputs(torch.ones(1), (torch.ones(1), torch.ones(1)))
+    >>> paired_outputs(parts_of(torch.ones(1)), parts_of((torch.ones(1), torch.ones(1))))
     'it returns 1 tensor in the reference and 2 tensors in the candidate'
     """
-    both = _parts_of(reference), _parts_of(candidate)
-    pairs = _by_place(*both) or _in_order(*both)
+    own, others = _opened(reference), _opened(candidate)
+    pairs = _in_order(own, others)
+    if not _alone(own, others):
+        pairs = [PartPair(part, others[place]) for place, part in own.items()]
     if pairs is None:
-        said = [counted(len(_tensors_of(parts)), "tensor") for parts in both]
+        said = [counted(len(_tensors_of(parts)), "tensor") for parts in (own, others)]
         return f"it returns {said[0]} in the reference and {said[1]} in the candidate"
     for pair in pairs:
         if not pair.is_of_one_shape:
@@ -66,39 +108,55 @@ def paired_outputs(reference: Any, candidate: Any) -> list[PartPair] | str:
 
 def paired_inputs(
     reference: Inputs, candidate: Inputs, module: nn.Module | None, other: nn.Module | None
-) -> list[PartPair] | None:
-    """Pair the parts of two layers' inputs; None if they can't be paired.
+) -> InputPairs:
+    """Pair the parts of two layers' inputs.
 
     Parameters
     ----------
     reference, candidate : Inputs
-        The inputs that their forwards received.
+        The inputs that their forwards received, or the parts of each.
     module, other : torch.nn.Module or None
         The modules, if known: their signatures name arguments and give defaults.
     """
-    own, others = _parts_of(tuple(reference)), _parts_of(tuple(candidate))
-    pairs = _by_place(own, others)
-    if pairs is not None:
-        return pairs
-    if module is None or other is None:
-        return _in_order(own, others)
-    reference, candidate = _complete(module, reference), _complete(other, candidate)
-    own, others = _parts_of(tuple(reference)), _parts_of(tuple(candidate))
-    pairs = _by_place(own, others)
+    own, others = _opened(parts_of(tuple(reference))), _opened(parts_of(tuple(candidate)))
+    shared = set[str]()
+    if _alone(own, others) and module is not None and other is not None:
+        reference, candidate = _complete(module, reference), _complete(other, candidate)
+        own, others = _opened(parts_of(tuple(reference))), _opened(parts_of(tuple(candidate)))
+        shared = reference.kwargs.keys() & candidate.kwargs.keys()
+    alone = _alone(own, others)
     # Another author's code may well receive other numbers and words, and may itself make what the
     # other one receives, such as a mask, unless both have that argument.
-    shared = reference.kwargs.keys() & candidate.kwargs.keys()
-    are_alike = any(place[1] in shared for place in own.keys() ^ others.keys())
-    if pairs is not None or are_alike or type(module) is type(other):
-        return pairs
-    return list(map(PartPair, _tensors_of(own), _tensors_of(others))) or None
+    are_strangers = type(module) is not type(other) and all(at[1] not in shared for at in alone)
+    if (alone and module is None) or other is None:
+        pairs = _in_order(own, others)
+    elif alone and are_strangers:
+        pairs = list(map(PartPair, _tensors_of(own), _tensors_of(others)))
+    else:
+        pairs = None
+    if pairs:
+        return InputPairs(pairs)
+    if alone:
+        # A flag may stand for what only one side has, as "is causal" does for a mask.
+        both = [at for at in own if type(own[at]) is type(others.get(at)) is bool]
+        alone += [at for at in both if own[at] is not others[at]]
+    pairs = [PartPair(part, others[at]) for at, part in own.items() if at not in alone]
+    return InputPairs(pairs, tuple(dict.fromkeys(map(_argument, alone))))
 
 
-def _by_place(own: Parts, other: Parts) -> list[PartPair] | None:
-    if own.keys() != other.keys():
-        return None
-    pairs = [PartPair(part, other[place]) for place, part in own.items()]
-    return pairs if all(isinstance(a, Tensor) == isinstance(b, Tensor) for a, b in pairs) else None
+def _alone(own: Parts, others: Parts) -> list[tuple[Any, ...]]:
+    """Return the places at which only one side has a tensor, or a plain value."""
+    one_sided = own.keys() ^ others.keys()
+    return [
+        at
+        for at in dict.fromkeys([*own, *others])
+        if at in one_sided or isinstance(own[at], Tensor) != isinstance(others[at], Tensor)
+    ]
+
+
+def _argument(place: tuple[Any, ...]) -> str:
+    kind, name = place[:2]
+    return str(name) if kind else f"argument {name}"
 
 
 def _in_order(own: Parts, other: Parts) -> list[PartPair] | None:
@@ -110,39 +168,54 @@ def _tensors_of(parts: Parts) -> list[Tensor]:
     return [part for part in parts.values() if isinstance(part, Tensor)]
 
 
-def _parts_of(value: Any) -> Parts:
-    """Return the parts of a structure by their places."""
-    parts: Parts = fold(value, _parts_of_leaf, _placed)
-    return parts
-
-
 def _placed(container: Any, parts: list[tuple[Any, Parts]]) -> Parts:
-    return {(key, *place): part for key, inner in parts for place, part in inner.items()}
+    return Parts({(key, *at): part for key, inner in parts for at, part in inner.items()})
 
 
-def _parts_of_leaf(value: Any) -> Parts:
-    if isinstance(value, Tensor) and value.is_nested:
-        # With strides it has no shape, and a jagged one has a symbol of its own in it.
-        shapes = [part.shape for part in value.unbind()]
-        return {("padded",): dense(value), ("shapes",): torch.tensor(shapes, device="cpu")}
-    if isinstance(value, MaskedTensor):
-        # What is under the mask counts for nothing.
-        masked: Any = value
-        return {("values",): masked.to_tensor(0), ("mask",): masked.get_mask()}
+def _leaf(copied: Callable[[Tensor], Tensor], value: Any) -> Parts:
+    if isinstance(value, Parts):
+        return value
     if isinstance(value, Tensor):
-        # Other wrappers have their numbers in the tensors inside.
-        return {(number,): inner for number, inner in enumerate(inner_tensors(gathered(value)))}
+        return Parts({(): copied(value)})
     if isinstance(value, _PLAIN):
-        return {(): value}
+        return Parts({(): value})
     if isinstance(value, np.ndarray | np.generic):
         try:
-            return {(): torch.as_tensor(value, device="cpu")}
+            return Parts({(): copied(torch.as_tensor(value, device="cpu"))})
         except TypeError:
             # An array of words, dates or objects.
-            return {(): str(value.tolist())}
-    # Only the tensors of an object such as a key-value cache can be compared, and nothing of a
-    # container inside itself.
-    return {} if is_container(value) else _parts_of(tensors(value))
+            return Parts({(): str(value.tolist())})
+    if is_container(value):
+        # Nothing of a container inside itself can be compared.
+        return Parts()
+    # Only the tensors of an object such as a key-value cache can be compared.
+    return Parts({(at,): copied(tensor) for at, tensor in enumerate(tensors(value))})
+
+
+def _opened(parts: Parts) -> Parts:
+    """Return the same with the numbers of tensors that don't hold them plainly."""
+    opened = Parts()
+    for place, part in parts.items():
+        if not isinstance(part, Tensor) or is_plain(part):
+            opened[place] = part
+        elif part.is_nested:
+            # With strides it has no shape, and a jagged one has a symbol of its own in it.
+            shapes = [inner.shape for inner in part.unbind()]
+            opened[*place, "padded"] = dense(part)
+            opened[*place, "shapes"] = torch.tensor(shapes, device="cpu")
+        elif isinstance(part, MaskedTensor):
+            # What is under the mask counts for nothing.
+            masked: Any = part
+            opened[*place, "values"], opened[*place, "mask"] = (
+                masked.to_tensor(0),
+                masked.get_mask(),
+            )
+        else:
+            # Other wrappers have their numbers in the tensors inside.
+            first, *rest = inner_tensors(gathered(part))
+            opened[place] = first
+            opened |= {(*place, number): inner for number, inner in enumerate(rest, 1)}
+    return opened
 
 
 def _complete(module: nn.Module, inputs: Inputs) -> Inputs:

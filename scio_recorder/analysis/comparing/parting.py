@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from scio_recorder.analysis.comparing.measures import Tolerance, measure
-from scio_recorder.analysis.comparing.pairing import paired_outputs
+from scio_recorder.analysis.comparing.measures import Tolerance, measure_all
+from scio_recorder.analysis.comparing.pairing import paired_outputs, parts_of
 from scio_recorder.analysis.guarding.finite import is_unset
 from scio_recorder.layer import Layer, Operation, describe
 from scio_recorder.lowlevel import (
@@ -343,5 +343,7 @@ def _differ(own: Tensor | None, other: Tensor | None, tolerance: Tolerance) -> b
     """Whether two tensors differ; one without a partner does."""
     if own is None or other is None:
         return True
-    pairs = paired_outputs(own, other)
-    return isinstance(pairs, str) or any(measure(*one, tolerance).num_different for one in pairs)
+    pairs = paired_outputs(parts_of(own), parts_of(other))
+    if isinstance(pairs, str):
+        return True
+    return any(each.num_different for each in measure_all(pairs, tolerance, only_counts=True))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from scio_recorder import Recording
 from scio_recorder.analysis.comparing.difference import SampleId
-from scio_recorder.analysis.comparing.measures import dense
+from scio_recorder.analysis.comparing.measures import Tolerance, dense, measure_all
+from scio_recorder.analysis.comparing.pairing import Parts, paired_outputs, parts_of
 from scio_recorder.analysis.comparing.parting import Step, traced
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import Layer, RowIdx, counted, few
@@ -37,7 +38,16 @@ from scio_recorder.lowlevel import (
 )
 from scio_recorder.reductions import Digest
 from scio_recorder.stores.files import bytes_of_row
-from scio_recorder.tensors import Apart, Copies, gathered, is_plain, map_tensors, taken_apart, twin
+from scio_recorder.tensors import (
+    Apart,
+    Version,
+    gathered,
+    has_memory,
+    is_plain,
+    taken_apart,
+    twin,
+    version_of,
+)
 
 _SHOWN, _MOST_POSITIONS = 5, 15
 # The bytes of a layer that are read at once from each recording.
@@ -137,9 +147,12 @@ class NetworkSide:
         self.receivers: dict[RowIdx, Callable[[Any], None]] = {}
         self._block = SampleBlock(())
         # Of the current batch: copies of what layers return and receive, or digests.
-        self._outputs: dict[RowIdx, Any] = {}
+        self._outputs: dict[RowIdx, Parts] = {}
         self._inputs: dict[RowIdx, Inputs] = {}
-        self._copies = Copies()
+        self._copies = _Copies()
+        # Whether inputs share copies, and whether those of the current batch have been right.
+        self.shares_copies = True
+        self.copies_are_right = True
         self._searched: set[object] = set()
 
     def has(self, label: RowIdx) -> bool:
@@ -165,9 +178,11 @@ class NetworkSide:
     def load(self, block: SampleBlock) -> None:
         """Run the network on a batch."""
         self._block, self._outputs, self._inputs = block, {}, {}
+        self._copies = _Copies(is_shared=self.shares_copies)
         self._run(block, self._load)
+        self.copies_are_right = self._copies.are_right()
         # The network's own tensors go.
-        self._copies = Copies()
+        self._copies = _Copies()
 
     def _load(self, args: Any, kwargs: Any) -> None:
         if self.compiled is not None:
@@ -196,40 +211,97 @@ class NetworkSide:
             self._run(block, lambda args, kwargs: self.net(*args, **kwargs))
         return steps
 
-    def output(self, label: RowIdx) -> Any:
+    def output(self, label: RowIdx) -> Parts:
         """Return a layer's output, or digests of it."""
         return self._outputs[label]
 
     def inputs(self, label: RowIdx) -> Inputs | None:
-        """Return a layer's inputs; None if they are not known."""
+        """Return the parts of a layer's inputs; None if they are not known."""
         return self._inputs.get(label)
 
     def _receive(self, label: RowIdx, value: Any) -> None:
         """Copy an output at the hook, or take digests of it."""
-        apart = taken_apart(value)
-        refuse_unkeepable(self.architecture[label], apart, self._searched)
+        refuse_unkeepable(self.architecture[label], taken_apart(value), self._searched)
         rows = self._block.rows
         if label in self.digested:
-            kept = [_digests_of(_chosen(leaf, rows)) for leaf in apart.leaves]
+            self._outputs[label] = parts_of(value, lambda leaf: _digests_of(_chosen(leaf, rows)))
         else:
-            kept = [_chosen(self._copies.of(leaf), rows) for leaf in apart.leaves]
-        self._outputs[label] = apart.rebuild(kept)
+            self._outputs[label] = parts_of(
+                value, lambda leaf: _chosen(self._copies.new(leaf), rows)
+            )
 
     def keep_inputs(self, row: Layer, inputs: Inputs) -> Inputs:
         """Copy what a module's forward, or a function, is about to receive."""
-        args = [self._copy_of_input(value) for value in inputs.args]
-        kwargs = {name: self._copy_of_input(value) for name, value in inputs.kwargs.items()}
-        return Inputs((*args,), kwargs)
-
-    def _copy_of_input(self, value: Any) -> Any:
         rows = self._block.received
-        if isinstance(value, Tensor):
-            return _chosen(self._copies.of(value), rows)
-        return map_tensors(lambda leaf: _chosen(self._copies.of(leaf), rows), value)
+
+        def copied(value: Any) -> Parts:
+            return parts_of(value, lambda leaf: _chosen(self._copies.of(leaf), rows))
+
+        kwargs = {name: copied(value) for name, value in inputs.kwargs.items()}
+        return Inputs((*map(copied, inputs.args),), kwargs)
+
+    def forget_inputs(self) -> None:
+        """Let the inputs in this block be unknown."""
+        self._inputs = {}
 
     def receive_inputs(self, label: RowIdx, kept: Inputs) -> None:
         """Take these copies, once it is known which layer's they are."""
         self._inputs[label] = kept
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy, of a tensor in one version, and whether it stands for a later state as well."""
+
+    tensor: Tensor
+    version: Version
+    copy: Tensor
+    is_shared: bool = False
+
+
+class _Copies:
+    """Copies of what layers receive and return in a pass.
+
+    What a layer returns is copied. What it receives has mostly been copied before: by another
+    layer that returned it, or, if it is in a cache, by many that received it. Such a copy is shared
+    while PyTorch counts no write to the tensor. At the end of the pass, bits show whether others
+    have written to it. Tensors stay alive until then, so that no others take their ids.
+    """
+
+    def __init__(self, *, is_shared: bool = False) -> None:
+        self._is_shared = is_shared
+        self._known: dict[int, _Copy] = {}
+        # What must be equal.
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def new(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor."""
+        known, version, copy = self._known.get(id(tensor)), version_of(tensor), twin(tensor)
+        if known is not None and known.is_shared and known.version == version:
+            self._pairs.append((copy, known.copy))
+        self._known[id(tensor)] = _Copy(tensor, version, copy)
+        return copy
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor, which may have been made before."""
+        known, version = self._known.get(id(tensor)), version_of(tensor)
+        if not self._is_shared or known is None or known.version != version or version == -1:
+            return self.new(tensor)
+        known.is_shared = True
+        return known.copy
+
+    def are_right(self) -> bool:
+        """Whether nobody has written to tensors, uncounted, whose copies are shared."""
+        for known in self._known.values():
+            is_there = known.is_shared and has_memory(known.tensor)
+            if is_there and known.version == version_of(known.tensor):
+                self._pairs.append((known.tensor, known.copy))
+        now, before = (parts_of([pair[side] for pair in self._pairs]) for side in (0, 1))
+        pairs = paired_outputs(now, before)
+        if isinstance(pairs, str):
+            return False
+        figures = measure_all(pairs, Tolerance(), only_counts=True)
+        return not any(each.num_different for each in figures)
 
 
 def _chosen(tensor: Tensor, rows: BatchRows | None) -> Tensor:
@@ -297,12 +369,12 @@ class RecordingSide:
             block.positions = block.positions or positions
             self._check_positions(block.ids, positions, block.positions)
 
-    def output(self, label: RowIdx) -> Any:
+    def output(self, label: RowIdx) -> Parts:
         """Return a layer's output, or digests of it."""
         if label in self.digests:
-            return self.digests[label][self._rows]
+            return parts_of(self.digests[label][self._rows])
         value = self.recording[label][self._rows]
-        return _digests_of(value) if label in self.digested else value
+        return parts_of(_digests_of(value) if label in self.digested else value)
 
     def inputs(self, label: RowIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known, as for parts of batches."""
