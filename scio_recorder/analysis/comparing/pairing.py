@@ -155,8 +155,9 @@ def _alone(own: Parts, others: Parts) -> list[tuple[Any, ...]]:
 
 
 def _argument(place: tuple[Any, ...]) -> str:
-    kind, name = place[:2]
-    return str(name) if kind else f"argument {name}"
+    kind, name, *keys = place
+    inside = "".join(f"[{key!r}]" for key in keys)
+    return f"{name}{inside}" if kind else f"argument {name}{inside}"
 
 
 def _in_order(own: Parts, other: Parts) -> list[PartPair] | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -86,10 +90,82 @@ class Forgetful(Original):
         return mixed
 
 
-def test_a_mask_that_the_caller_forgets_is_the_callers_fault() -> None:
+def test_a_mask_that_the_caller_forgets_is_named_beside_the_layer() -> None:
     original, forgetful = Original(0.0), Forgetful()
     forgetful.load_state_dict(original.state_dict())
     difference = compare(recorder(original), recorder(forgetful), [torch.randn(3, 4)])
     assert difference.first is not None
-    assert (difference.first.layer.name, difference.first.inputs_equal) == ("", True)
-    assert difference["attn"].inputs_equal is False
+    assert (difference.first.layer.name, difference.first.inputs_equal) == ("attn", None)
+    assert difference.first.one_sided == ("mask",)
+
+
+class Mixer(nn.Module):
+    """Adds up what is before each position, which calls say in several ways."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(
+        self,
+        x: Any,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        position_ids: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        if isinstance(x, tuple):
+            x, *_ = x
+        mask = torch.ones(3, 3).tril() if mask is None else mask
+        return self.scale * (mask @ x)
+
+
+class Caller(nn.Module):
+    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor], scale: float = 1.0) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Linear(4, 4, bias=False), Mixer(scale)
+        self.call = call
+        with torch.no_grad():
+            self.embed.weight.copy_(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.mix, self.embed(x))
+
+
+ONE_SIDED: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "mask": (lambda mix, x: mix(x, torch.ones(3, 3).tril()), lambda mix, x: mix(x), ("mask",)),
+    "mask and flag": (
+        lambda mix, x: mix(x, torch.ones(3, 3).tril()),
+        lambda mix, x: mix(x, is_causal=True),
+        ("mask", "is_causal"),
+    ),
+    "keyword": (lambda mix, x: mix(x, cache=x), lambda mix, x: mix(x), ("others['cache']",)),
+    "tuple": (lambda mix, x: mix((x, x)), lambda mix, x: mix((x,)), ("x[1]",)),
+    "positions": (
+        lambda mix, x: mix(x),
+        lambda mix, x: mix(x, position_ids=torch.arange(3)),
+        ("position_ids",),
+    ),
+}
+
+
+@pytest.mark.parametrize(("one", "other", "names"), ONE_SIDED.values(), ids=list(ONE_SIDED))
+def test_an_argument_that_only_one_side_has_says_nothing(
+    one: Any, other: Any, names: tuple[str, ...]
+) -> None:
+    batch = [torch.randn(3, 4)]
+    same = compare(recorder(Caller(one)), recorder(Caller(other)), batch)
+    assert same.first is None
+    assert same["mix"].inputs_equal is None
+    difference = compare(recorder(Caller(one)), recorder(Caller(other, 2.0)), batch)
+    first = difference.first
+    assert first is not None
+    assert (first.layer.name, first.inputs_equal, first.one_sided) == ("mix", None, names)
+    assert f"equal but for {', '.join(names)}, which only one side has" in difference.sentence
+    # What both sides have counts as ever.
+    other_embed = Caller(other, 2.0)
+    other_embed.embed.weight.data += 1
+    difference = compare(recorder(Caller(one)), recorder(other_embed), batch)
+    assert difference.first is not None
+    assert difference.first.layer.name == "embed"
+    assert difference["mix"].inputs_equal is False

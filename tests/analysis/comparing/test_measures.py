@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scio_recorder import Recorder, compare
 from scio_recorder.analysis.comparing import measures
-from scio_recorder.analysis.comparing.measures import Tolerance, measure
+from scio_recorder.analysis.comparing.measures import Tolerance, measure, measure_all
 from scio_recorder.errors import ComparisonError
 
 NAN, INF = math.nan, math.inf
@@ -94,6 +94,31 @@ def test_numbers_that_are_none(
     assert found == (max_abs, max_rel, num_different)
     assert figures.relative_error == (INF if max_abs == INF else pytest.approx(max_abs, abs=1e-29))
     assert not math.isnan(figures.cosine)
+
+
+@pytest.mark.parametrize("only_counts", [False, True])
+@pytest.mark.parametrize("tolerance", [Tolerance(), Tolerance(atol=0.1)])
+def test_many_pairs_at_once_have_figures_of_their_own(
+    tolerance: Tolerance, only_counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(measures._PIECE, "cpu", 64)
+    near = [
+        torch.randn(shape) for shape in [(5,), (5,), (3, 7), (5,), (200,), (3, 7), (0,), (200,)]
+    ]
+    pairs = [(one, one.clone()) for one in near]
+    pairs[1][1][2] += 0.05
+    pairs[2][1][1:] += 1
+    pairs[4][1][77] = NAN
+    pairs[5][0][0], pairs[5][1][0] = NAN, NAN
+    pairs[7][1][[3, 150]] = INF
+    pairs += [(one, one.to(torch.bfloat16)) for one in (near[0], torch.arange(4.0))]
+    pairs.append((torch.arange(9), torch.arange(9) + 1))
+    all_figures = measure_all(pairs, tolerance, only_counts=only_counts)
+    for figures, (one, two) in zip(all_figures, pairs, strict=True):
+        same = np.isclose(numbers(two), numbers(one), rtol=0, atol=tolerance.atol, equal_nan=True)
+        assert (figures.num_elements, figures.num_different) == (one.numel(), (~same).sum())
+        if not only_counts:
+            assert figures.first == (None if same.all() else int(same.argmin()))
 
 
 def test_a_cosine_whose_sums_overflow_is_not_known() -> None:
