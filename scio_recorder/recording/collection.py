@@ -218,7 +218,8 @@ class OpenCollection:
         self._sinks = LayerSinks(self.layers, writer, waits=self.is_of_others)
         self._weights = WeightDigests() if self.layers.with_inputs else None
         self._continuing = Continuing() if self.is_of_others and self.asked.rows else None
-        self._advice = Advice(self.capture.net, self.asked, is_dataset=not self.is_of_others)
+        of_dataset = None if self.is_of_others else self.layers
+        self._advice = Advice(self.capture.net, self.asked, of_dataset)
         architecture = self.layers.architecture
         self._source = partial(
             Source,

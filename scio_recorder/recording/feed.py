@@ -11,6 +11,7 @@ from itertools import count, islice
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -34,12 +35,12 @@ from scio_recorder.layer import few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.refusals import cast_for
-from scio_recorder.recording.options import CollectOptions
+from scio_recorder.recording.options import CollectOptions, LayerOptions
 from scio_recorder.recording.rows import Source, advice_on_lists
 from scio_recorder.stores import Store
 from scio_recorder.stores.disk_format.reader import Ids, to_ids
 from scio_recorder.tensors.arguments import ProcessRank, signature_of, this_process
-from scio_recorder.tensors.properties import dtype_name
+from scio_recorder.tensors.properties import dtype_name, is_dense
 from scio_recorder.tensors.structures import tensors
 
 _WRITE = (
@@ -429,16 +430,18 @@ class Advice:
         The net.
     asked : CollectOptions
         How batches are read.
-    is_dataset : bool, default False
-        Whether a dataset is collected, so that training mode and positions of padding are likely
-        mistakes as well.
+    layers : LayerOptions, optional
+        Those of a dataset that is collected: training mode and padding are likely mistakes as well.
     """
 
-    def __init__(self, net: nn.Module, asked: CollectOptions, *, is_dataset: bool = False) -> None:
-        self._net, self._is_dataset = net, is_dataset
+    def __init__(
+        self, net: nn.Module, asked: CollectOptions, layers: LayerOptions | None = None
+    ) -> None:
+        self._net, self._is_dataset = net, layers is not None
         # What was warned of once is not looked for again.
         self._sees_elements = asked.to_inputs is None
-        self._sees_positions = is_dataset and _takes_positions(net)
+        self._sees_positions = self._is_dataset and _takes_positions(net)
+        self._sees_padding = layers is not None and layers.keeps_padding
         self._sees_samples = asked.rows is None and asked.sample_ids is None
 
     def look_at(self, source: Source) -> None:
@@ -459,8 +462,12 @@ class Advice:
             _advise_evaluation(self._net)
         if self._sees_elements:
             self._sees_elements = not _advise_second_element(self._net, source.batch)
-        if self._sees_positions:
-            self._sees_positions = not _advise_positions(source.arguments)
+        if self._sees_positions or self._sees_padding:
+            mask = _mask_on_host(source)
+            if mask is not None and self._sees_positions:
+                self._sees_positions = not _advise_positions(source.arguments, mask)
+            if mask is not None and self._sees_padding:
+                self._sees_padding = not _advise_padding(source.number, mask)
         if is_first and self._sees_samples:
             _refuse_sample(source)
 
@@ -523,13 +530,38 @@ def _takes_positions(net: nn.Module) -> bool:
     return _POSITIONS in parameters or (takes_any and any(map(_takes_positions, net.children())))
 
 
-def _advise_positions(named: Mapping[str, Any]) -> bool:
-    """Warn of padding on the left that a net counts as positions; return whether there is some."""
-    mask = named.get("attention_mask")
-    if named.get(_POSITIONS) is not None or not isinstance(mask, Tensor) or mask.ndim != 2:
+def _mask_on_host(source: Source) -> NDArray[Any] | None:
+    """Return a batch's mask [batch, positions]; that of an accelerator only from the first one.
+
+    Such a mask is waited for.
+    """
+    mask = source.find("attention_mask")
+    is_mask = isinstance(mask, Tensor) and is_dense(mask) and mask.ndim == 2
+    if not is_mask or mask.is_complex() or (mask.device.type != "cpu" and source.number):
+        return None
+    array: NDArray[Any] = mask.detach().cpu().double().numpy()
+    return array
+
+
+def _advise_padding(number: int, mask: NDArray[Any]) -> bool:
+    """Warn of positions of padding that would be kept; return whether there are some."""
+    # Negative numbers are those of a mask that is added to scores, where zero is real.
+    if not ((mask >= 0).all() and (mask == 0).any()):
         return False
+    warn(
+        f"the attention_mask of batch {number} has zeros, and what the net computes for padding "
+        "is kept and enters means like anything else: write rows=Tokens() to keep real positions "
+        "only, or leave the others out in transform=",
+        CollectWarning,
+    )
+    return True
+
+
+def _advise_positions(named: Mapping[str, Any], mask: NDArray[Any]) -> bool:
+    """Warn of padding on the left that a net counts as positions; return whether there is some."""
     # Padding, and behind it something else.
-    if not bool(((mask[:, :1] == 0) & (mask != 0)).any()):
+    is_left = bool(((mask[:, :1] == 0) & (mask != 0)).any())
+    if named.get(_POSITIONS) is not None or not is_left:
         return False
     warn(
         "a batch is padded on the left and has no position_ids, so the net counts positions from "

@@ -263,6 +263,26 @@ class LayerOptions:
         self._check_attention()
         self.stored = tuple([label for label in self.recording if label not in self.reductions])
 
+    @property
+    def keeps_padding(self) -> bool:
+        """Whether positions of padding would be stored, or reduced, as all others are."""
+        return self.asked.rows is None and any(map(self._may_keep_padding, self.recording))
+
+    def _may_keep_padding(self, label: RowIdx) -> bool:
+        from scio_recorder.recording.rows import is_shape
+        from scio_recorder.reductions.base import SampleReduction, several
+
+        shape = self.architecture[label].output_shape
+        has_positions = not is_shape(shape) or len(shape) > 2
+        if label in self.transforms or not has_positions:
+            return False
+        # Digests are of whole samples, and a reduction of the user's is given the batch.
+        kept = several(self.reductions.get(label, []))
+        return label in self.stored or any(
+            isinstance(reduction, SampleReduction) and not reduction.keeps_rows
+            for reduction in kept
+        )
+
     def _check(self) -> None:
         if not self.recording:
             raise CollectError("nothing is selected: choose layers with record(...) first")

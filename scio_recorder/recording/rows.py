@@ -137,7 +137,7 @@ class BatchRows:
                 f", and belongs to the {self.other_half}, which has as many positions as mask=, "
                 "but different ones (record it with the mask of its half)"
             )
-        if not _is_shape(was):
+        if not is_shape(was):
             return ""
         if labelled is not None and was[:number] != labelled:
             return f" (at labelling {was}, for {labelled}), which fits by chance"
@@ -281,9 +281,9 @@ class Source:
         if not isinstance(shapes, Mapping):
             # The shapes of positional arguments in order, or the shape of the only one.
             several = shapes if isinstance(shapes, tuple) else ()
-            alone = _is_shape(several)
+            alone = is_shape(several)
             shapes = dict(zip(self.arguments, [several] if alone else several, strict=False))
-        return {name: shapes[name] for name in self.tensors if _is_shape(shapes.get(name))}
+        return {name: shapes[name] for name in self.tensors if is_shape(shapes.get(name))}
 
     def number_at_labelling(self, number: int) -> tuple[int] | None:
         """Return the number of samples at labelling, if an argument that counts them shows it.
@@ -530,7 +530,8 @@ class Rows(abc.ABC):
         return BatchRows(dims, shape, num_samples, None if is_all else index, columns, lengths)
 
 
-def _is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
+def is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
+    """Whether a layer's output was one tensor at labelling, whose shape this is."""
     return isinstance(value, tuple) and {*map(type, value)} <= {int}
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import BatchEncoding
 
 from scio_recorder import CollectError, Nodes, Recorder, RecordingError, Tokens, compare, reductions
 from scio_recorder.errors import CollectWarning
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.options import CollectOptions
+from scio_recorder.reductions import Digest, Mean, Reduction
 from scio_recorder.stores import Disk
 from tests.capture.test_watch_libraries import gpt2
 from tests.recording.nets import batches, failing_after, recorder
@@ -333,19 +336,25 @@ LEFT = {
 PLACES = (LEFT["attention_mask"].cumsum(-1) - 1).clamp(min=0)
 
 
+def first_of(activation: Any, batch: Any) -> Tensor:
+    first: Tensor = activation[0] if isinstance(activation, tuple) else activation
+    return first
+
+
 @pytest.mark.parametrize("rows", [None, Tokens()])
 def test_padding_on_the_left_that_is_counted_is_said_once(rows: Tokens | None) -> None:
     rnet = Recorder(gpt2().eval(), input_data=LEFT)
     rnet.record("transformer.h.0")
     padded_right = {name: value.flip(1) for name, value in LEFT.items()}
+    collect = partial(rnet.collect, rows=rows, transform=None if rows else first_of)
     with pytest.warns(CollectWarning, match="padded on the left") as caught:
-        rnet.collect([padded_right, LEFT, LEFT], rows=rows)
+        collect([padded_right, LEFT, LEFT])
     assert len(caught) == 1
     for quiet in ([padded_right], [{**LEFT, "position_ids": PLACES}], [LEFT["input_ids"]]):
-        rnet.collect(quiet, rows=rows)
+        collect(quiet)
     # A first column that nobody has, as of a text without tokens, is no padding before a text.
     nothing = {**LEFT, "attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]])}
-    rnet.collect([nothing], rows=None)
+    rnet.collect([nothing], transform=first_of)
 
 
 def test_what_the_warning_says_makes_left_padding_as_if_it_were_not_there() -> None:
@@ -388,3 +397,96 @@ def test_a_network_that_takes_no_positions_is_let_be() -> None:
     rnet = Recorder(Net(), input_data=LEFT)
     rnet.record("embed")
     rnet.collect([LEFT], rows=Tokens())
+
+
+class Texts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.pool = nn.Embedding(20, 3), nn.AdaptiveAvgPool1d(1)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        pooled: Tensor = self.pool(self.embed(input_ids).mT).flatten(1)
+        return pooled
+
+
+def texts_recorder(selector: str = "embed") -> Recorder:
+    rnet = Recorder(Texts(), input_data=LEFT)
+    rnet.record(selector)
+    return rnet
+
+
+def right(*lengths: int, dtype: torch.dtype = torch.long) -> Any:
+    """Return texts padded to four on the right, as a tokenizer does."""
+    mask = torch.arange(4) < torch.tensor(lengths)[:, None]
+    return BatchEncoding({"input_ids": mask * 7, "attention_mask": mask.to(dtype)})
+
+
+FORMS: dict[str, Any] = {
+    "encoding": {},
+    "dictionary": {"batch": dict},
+    "keyword": {"to_inputs": dict},
+    "keyword of a tuple": {
+        "batch": lambda batch: tuple(batch.values()),
+        "to_inputs": lambda pair: dict(zip(("input_ids", "attention_mask"), pair, strict=True)),
+    },
+    "argument by place": {
+        "batch": lambda batch: tuple(batch.values()),
+        "to_inputs": lambda batch: batch,
+    },
+    "entry that the net does not get": {"to_inputs": lambda batch: batch["input_ids"]},
+}
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("reduce", [None, Mean(), [Digest(), Mean()]])
+def test_padding_that_is_kept_is_said_once(options: dict[str, Any], reduce: Any) -> None:
+    options = dict(options)
+    form = options.pop("batch", lambda batch: batch)
+    collect = partial(texts_texts_recorder().collect, reduce=reduce, **options)
+    padded = [form(right(4, 4)), form(right(4, 2)), form(right(1, 3))]
+    with pytest.warns(CollectWarning, match=r"batch 1 has zeros.*rows=Tokens\(\)") as caught:
+        collect(padded)
+    assert len(caught) == 1
+    collect([form(right(4, 4)), form(right(4, 4, 4))])
+    collect(padded, rows=Tokens(mask=lambda batch: torch.ones(2, 4)))
+
+
+class OfTheBatch(Reduction):
+    """Reads the mask itself."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def update(self, activation: Tensor, batch: Any = None) -> None:
+        self.lengths += batch["attention_mask"].sum(1).tolist()
+
+    def merge(self, other: OfTheBatch) -> None:
+        self.lengths += other.lengths
+
+    def compute(self) -> list[int]:
+        return self.lengths
+
+    def reset(self) -> None:
+        self.lengths = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lengths": self.lengths}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lengths = state["lengths"]
+
+
+def test_padding_that_is_no_mistake() -> None:
+    padded, rnet = [right(4, 2)], texts_recorder()
+    rnet.collect(padded, reduce=OfTheBatch())
+    rnet.collect(padded, reduce=Digest())
+    rnet.collect(padded, transform=lambda activation, batch: activation[:, 0])
+    # It has no positions.
+    texts_recorder("0-1").collect(padded)
+    # Masks that are added to scores, and masks of pairs, are no masks of padding.
+    added = [{**right(4, 4), "attention_mask": torch.tensor([[0.0] * 4, [0.0, 0.0, -1e4, -1e4]])}]
+    pairs = [{**right(4, 4), "attention_mask": torch.ones(2, 4, 4).tril()}]
+    for mask in (added, pairs):
+        rnet.collect(mask)
+    with pytest.warns(CollectWarning, match="has zeros"):
+        rnet.collect([right(4, 2, dtype=torch.bool)])
