@@ -126,6 +126,7 @@ class Text(nn.Module):
         return x * 2
 
 
+@pytest.mark.filterwarnings("ignore:the attention_mask of batch")
 def test_rows_and_labels_of_repeats_are_dropped(tmp_path):
     data, labels = Labelled(7), lambda batch: batch["x"][:, 0, 0].int() % 2
     reductions = [Moments(), Mean(by=labels), Last()]

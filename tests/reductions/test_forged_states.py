@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from scio_recorder import LayerNotFoundError, Recorder, open_recording
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.recording.settings import states_of
-from scio_recorder.reductions import Moments, Quantiles
+from scio_recorder.reductions import Histogram, Last, Moments, Quantiles, Reduction
 from scio_recorder.stores import Disk
+from scio_recorder.stores.disk_format import writer
 from scio_recorder.testing.undisturbed import assert_same
 
 
@@ -63,6 +64,12 @@ FORGERIES: dict[str, Any] = {
     "another dtype": lambda state: state | {"mean": state["mean"].float()},
     "a negative count": lambda state: state | {"seen": -3},
     "a count that is not finite": lambda state: state | {"count": math.inf},
+    "no dimensions": lambda state: state | {"mean": state["mean"].sum()},
+    "whole numbers": lambda state: state | {"squares": state["squares"].long()},
+    "an unknown dtype": lambda state: state | {"dtype": "float31"},
+    "no dtype": lambda state: {k: v for k, v in state.items() if k != "dtype"},
+    "classes of a reduction without": lambda state: state | {"classes": [{"label": 1}]},
+    "nothing": lambda state: {},
 }
 
 
@@ -75,24 +82,64 @@ OF_ALL: dict[str, Any] = {
 FORGERIES = {name: of_each(forge) for name, forge in FORGERIES.items()} | OF_ALL
 
 
+# What a commit says of its state, whose value has a place for each tensor in a file.
+COMMITS: dict[str, Any] = {
+    "no value": lambda state: {"file": state["file"]},
+    "no file": lambda state: {"value": state["value"]},
+    "tensors of no file": lambda state: state | {"file": None},
+    "a file of another name": lambda state: state | {"file": "0" * 16},
+    "a list": lambda state: list(state.values()),
+    "another key": lambda state: {"values": state["value"], "file": state["file"]},
+}
+
+
+def interrupted(path: Path, data: list[Tensor], reduce: Reduction) -> Recorder:
+    """Collect two batches, of which one commit is written, and return the recorder."""
+    rnet = Recorder(nn.Linear(3, 2), input_size=(1, 3), verbose=0)
+    rnet.record("0-1")
+
+    def loader() -> Iterator[Tensor]:
+        yield from data[:2]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rnet.collect(loader(), store=Disk(path), reduce=reduce)
+    return rnet
+
+
+def assert_refused(path: Path, rnet: Recorder, data: list[Tensor], reduce: Reduction) -> None:
+    with pytest.raises((RecordingError, LayerNotFoundError)):
+        open_recording(path)["0-1"]
+    with pytest.raises(RecordingError):
+        rnet.collect(data, store=Disk(path), reduce=reduce, resume=True)
+
+
 @pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
 def test_a_recording_with_right_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forge: Any
 ) -> None:
-    rnet = Recorder(nn.Linear(3, 2), input_size=(1, 3), verbose=0)
-    rnet.record("0-1")
-    store, data = Disk(tmp_path / "run"), [torch.randn(4, 3) for _ in range(3)]
-
-    def interrupted() -> Iterator[Tensor]:
-        yield from data[:2]
-        raise KeyboardInterrupt
-
+    data = [torch.randn(4, 3) for _ in range(3)]
     monkeypatch.setattr(
         "scio_recorder.recording.collect_sink.states_of", lambda given: forge(states_of(given))
     )
-    with pytest.raises(KeyboardInterrupt):
-        rnet.collect(interrupted(), store=store, reduce=Moments())
-    with pytest.raises((RecordingError, LayerNotFoundError)):
-        open_recording(tmp_path / "run")["0-1"]
-    with pytest.raises(RecordingError):
-        rnet.collect(data, store=store, reduce=Moments(), resume=True)
+    rnet = interrupted(tmp_path / "run", data, Moments())
+    assert_refused(tmp_path / "run", rnet, data, Moments())
+
+
+@pytest.mark.parametrize("reduce", [Moments(), Last(), Histogram(3)], ids=repr)
+@pytest.mark.parametrize("forge", COMMITS.values(), ids=COMMITS)
+def test_a_commit_with_right_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forge: Any, reduce: Reduction
+) -> None:
+    data, write = [torch.randn(4, 3) for _ in range(3)], writer.file_writer
+
+    def forged(tensors: Any, content: Any) -> Any:
+        is_commit = content.get("state") is not None and "ids" in content
+        return write(
+            tensors, content | {"state": forge(content["state"])} if is_commit else content
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "file_writer", forged)
+        rnet = interrupted(tmp_path / "run", data, reduce)
+    assert_refused(tmp_path / "run", rnet, data, reduce)

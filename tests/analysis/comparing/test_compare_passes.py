@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from scio_recorder import Nodes, Recorder, Tokens, compare, open_recording
-from scio_recorder.errors import CollectError, ComparisonError, FlowError, UnsupportedNetError
+from scio_recorder.errors import (
+    CollectError,
+    CollectWarning,
+    ComparisonError,
+    FlowError,
+    UnsupportedNetError,
+)
 from scio_recorder.reductions import Digest, Mean
 from tests.analysis.comparing.faults import batches, make_net, planted
 from tests.analysis.comparing.test_compare import recorder
@@ -447,7 +453,8 @@ def test_recordings_of_tokens() -> None:
         ComparisonError, match=r"sample 0 .* 0, 1, 2, 3 in the candidate, and 0, 1, 2 on the other"
     ):
         compare(reference, one.collect(other, **options))
-    plain = one.collect(texts(8), progress=False)
+    with pytest.warns(CollectWarning, match="attention_mask"):
+        plain = one.collect(texts(8), progress=False)
     with pytest.raises(ComparisonError, match="the reference has a row for each token"):
         compare(reference, plain)
 
