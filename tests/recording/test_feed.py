@@ -442,7 +442,7 @@ FORMS: dict[str, Any] = {
 def test_padding_that_is_kept_is_said_once(options: dict[str, Any], reduce: Any) -> None:
     options = dict(options)
     form = options.pop("batch", lambda batch: batch)
-    collect = partial(texts_texts_recorder().collect, reduce=reduce, **options)
+    collect = partial(texts_recorder().collect, reduce=reduce, **options)
     padded = [form(right(4, 4)), form(right(4, 2)), form(right(1, 3))]
     with pytest.warns(CollectWarning, match=r"batch 1 has zeros.*rows=Tokens\(\)") as caught:
         collect(padded)
