@@ -129,20 +129,6 @@ def own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> list[_H
     return replacements
 
 
-def leave_own_hooks(net: nn.Module, libraries: tuple[str, ...] = LIBRARIES) -> None:
-    """Let a network run without hooks of others, whose dictionaries stay as they are.
-
-    Parameters
-    ----------
-    net : torch.nn.Module
-        The network, which gets the dictionaries of `own_hooks`.
-    libraries : tuple of str
-        As in `own_hooks`.
-    """
-    for module, name, hooks in own_hooks(net, libraries):
-        vars(module)[name] = hooks
-
-
 def _is_own(hook: Any, modules: set[int], libraries: tuple[str, ...]) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func

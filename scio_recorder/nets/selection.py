@@ -244,23 +244,19 @@ def select_modules(architecture: Architecture, selectors: Sequence[object]) -> t
                 f'calls="any" all calls are one entry: write {architecture[label].name!r}'
             )
         if architecture.means_operation(selector):
-            _refuse_single_call(selector)
+            text = str(OperationIdx(*selector)) if isinstance(selector, tuple) else str(selector)
+            function, _, index = text.rpartition("/")[2].partition(":")
+            if index:
+                raise LayerNotFoundError(
+                    f'{text!r} is one call of {function}, but with calls="any" all calls are one '
+                    f"entry: write {text.rpartition(':')[0]!r}"
+                )
     return tuple(sorted({plain_label(first[_callee(architecture[label])]) for label in chosen}))
 
 
 def _callee(row: Layer) -> object:
     """Return what one entry stands for if calls are not counted: a module, or its function."""
     return id(row.module), row.function if isinstance(row, Operation) else None
-
-
-def _refuse_single_call(selector: object) -> None:
-    text = str(OperationIdx(*selector)) if isinstance(selector, tuple) else str(selector)
-    function, _, index = text.rpartition("/")[2].partition(":")
-    if index:
-        raise LayerNotFoundError(
-            f'{text!r} is one call of {function}, but with calls="any" all calls are one entry: '
-            f"write {text.rpartition(':')[0]!r}"
-        )
 
 
 def did_not_run(

@@ -352,11 +352,6 @@ def test_neither_size_nor_data():
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_size_that_is_a_number():
-    with pytest.raises(LabellingError, match=r"write input_size=\(1, 4\)"):
-        label_net(linear(), input_size=4)
-
-
 def test_the_message_of_a_net_that_fails_is_passed_on():
     with pytest.raises(LabellingError) as caught:
         label_net(nn.Sequential(linear()), input_size=(1, 5))

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import warn
 from scio_recorder.layer import few
-from scio_recorder.nets.hookable import LIBRARIES, hooked, leave_own_hooks, own_hooks
+from scio_recorder.nets.hookable import LIBRARIES, hooked, own_hooks
 from scio_recorder.nets.sharded import is_sharded
 from scio_recorder.nets.state.moment import (
     joined,
@@ -556,7 +556,8 @@ def untouched(
         try:
             if not keep_hooks:
                 of_torch = ("torch.distributed",) if is_spread else ()
-                leave_own_hooks(net, (*LIBRARIES, *of_torch))
+                for module, name, hooks in own_hooks(net, (*LIBRARIES, *of_torch)):
+                    vars(module)[name] = hooks
             yield state
         finally:
             for end_passes in endings:
