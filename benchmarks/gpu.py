@@ -1,6 +1,6 @@
 """What recording costs on a GPU, each line beside an arm that is written by hand.
 
-Run ``python benchmarks/gpu.py [--seconds 2.5] [--only TEXT]`` on a machine with a GPU: it takes less
+Run ``python benchmarks/gpu.py [--seconds 2.5] [--only TEXT]`` where there is a GPU: it takes less
 than four minutes. ``--small`` runs the same lines with small networks on the processor, in less
 than one, which shows that the program works and nothing about a GPU. The arms of a line run in
 turn, in random order, each until the device is done; a figure is the median of the ratios of the
