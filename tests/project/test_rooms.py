@@ -15,7 +15,7 @@ import pytest
 from tests.project.left_out import VARIABLE
 from tests.project.test_project import FRONT_DOORS, PACKAGE, ROOT, ROWS, STANDS_ON, UPPER_STOREY
 
-# Every other room takes less than a minute of a processor; all of them, almost two.
+# Every other room takes about a minute of a processor, all of them almost two.
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
 # Finds a test without a mark, in a file without one; a campaign would not run.
 PLAIN = re.compile(r"\A((?!\npytestmark).)*\n\n\ndef test_", re.DOTALL).search
