@@ -29,7 +29,7 @@ from torch import nn
 from scio_recorder import Recorder, open_recording
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores import Disk
-from scio_recorder.stores.disk_format import system
+from scio_recorder.stores.disk_format import folder as folders
 from scio_recorder.stores.disk_format.description import (
     DESCRIPTION_NAME,
     chunk_name,
@@ -116,7 +116,7 @@ def cost_of_a_part(folder: Path, rounds: int) -> list[float]:
 
 def time_to_open(folder: Path, number: int) -> dict[str, float]:
     """Return seconds of the processor to open many parts."""
-    system.fsync = lambda descriptor: os.fstat(descriptor) and None
+    folders.fsync = lambda descriptor: os.fstat(descriptor) and None
     path = str(folder / "many")
     rnet = recorder()
     rnet.record("0")

@@ -251,6 +251,20 @@ def test_lowlevel_is_small() -> None:
     assert len(public_names_of("scio_recorder.lowlevel")) <= MOST_NAMES
 
 
+def test_benchmarks_use_what_exists() -> None:
+    imported = [
+        (node.module, alias.name)
+        for path in sorted((ROOT / "benchmarks").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("scio_recorder")
+        for alias in node.names
+    ]
+    assert len(imported) > 20
+    for module, name in imported:
+        if not hasattr(import_module(module), name):
+            import_module(f"{module}.{name}")
+
+
 @pytest.mark.parametrize("module", sorted({*FOR_BUILDERS} - {"scio_recorder.layer"}))
 def test_each_name_for_builders_has_a_line_that_says_what_it_is_for(module: str) -> None:
     page = (ROOT / "docs" / "reference" / "api" / "lowlevel.md").read_text(encoding="utf-8")
