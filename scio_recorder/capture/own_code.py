@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from scio_recorder.capture.around import CallWrapper, Uncopied
 from scio_recorder.capture.in_place import write, writes_to_argument
@@ -58,20 +58,18 @@ class _RecordingMode(LibraryMode):
         # When a region runs again, only post-processors act, perhaps on inputs.
         self._sees_inputs = current is None or current.sees_inputs
         # To look takes long. The first pass of a setting shows if compiled functions are called.
-        is_new = current is None or current.setting.is_new
-        self._looks_around = code.skips_transforms or code.calls_compiled or is_new
+        self._looks_around = code.looks_around or current is None or current.setting.is_new
 
     # Every recorded operation pays for this in every pass, and so it takes no other call.
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if is_compiling() or self.is_paused:
-            return func(*args, **kwargs)
-        hook = self._hooks[func]
-        if hook is None or (self._looks_around and self._code.is_unseen()):
-            return func(*args, **kwargs)
+        # The compiler follows this, and nothing behind it.
+        if is_dynamo_compiling() or self.is_paused or (hook := self._hooks[func]) is None:
+            return func(*args, **(kwargs or {}))
+        if self._looks_around and self._code.is_unseen():
+            return func(*args, **(kwargs or {}))
         if self._sees_inputs:
-            return _take_inputs(hook, func, args, kwargs)
-        output = func(*args, **kwargs)
+            return _take_inputs(hook, func, args, kwargs or {})
+        output = func(*args, **(kwargs or {}))
         log = self._log
         if log is not None and isinstance(output, Tensor):
             try:
@@ -115,7 +113,7 @@ class RunningCode(threading.local):
 
 
 def run_in_mode(
-    local: Any, mode_of: Callable[[], Any], call: Callable[..., Any], args: Any, kwargs: Any
+    local: Any, mode_of: Callable[[], Any] | None, call: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Call a module, in a mode of its own or in none of the same observer.
 
@@ -123,15 +121,15 @@ def run_in_mode(
     ----------
     local : object
         Of each thread, with the mode of the own code that runs just now as ``own_code``.
-    mode_of : callable
+    mode_of : callable, optional
         Returns the mode for a call that begins; None for none.
     call, args, kwargs
         As a `CallWrapper` gives them.
     """
-    outer, own = local.own_code, mode_of()
+    outer, own = local.own_code, None if mode_of is None else mode_of()
     if outer is own is None:
         return call(*args, **kwargs)
-    num_above = private.function_modes_above(outer)
+    num_above = None if outer is None else private.function_modes_above(outer)
     try:
         local.own_code = own
         private.replace_function_mode(outer, own, 0)
@@ -141,10 +139,6 @@ def run_in_mode(
         # module may have entered or left modes for good, as `set_default_device` does.
         private.replace_function_mode(own, None if num_above is None else outer, num_above or 0)
         local.own_code = outer
-
-
-def _no_mode() -> None:
-    """Return the mode of a module that own code only calls."""
 
 
 class RecordedCode:
@@ -161,15 +155,14 @@ class RecordedCode:
 
     def __init__(self, site: Any, hooks: Sequence[Mapping[str, Any]]) -> None:
         self.site = site
-        # Whether calls inside a transform, whose tensors die with it, are not told apart by number.
-        self.skips_transforms: bool = site.skips_transforms
-        # Whether the own code has called a function that others have compiled.
-        self.calls_compiled = False
+        # Whether calls inside a transform, whose tensors die with it, are not told apart by number,
+        # or the own code has called a function that others have compiled.
+        self.looks_around: bool = site.skips_transforms
         self._hooks = [*map(_Functions, hooks)]
 
     def wrapper(self, module: nn.Module) -> CallWrapper:
         """Return what stands around the calls of the module."""
-        run = partial(run_in_mode, self.site.local, self.mode if self._hooks else _no_mode)
+        run = partial(run_in_mode, self.site.local, self.mode if self._hooks else None)
         return CallWrapper(module, run, site=self.site)
 
     def mode(self) -> _RecordingMode | None:
@@ -195,9 +188,9 @@ class RecordedCode:
     def is_unseen(self) -> bool:
         """Whether the caller is inside a function that others have compiled, or in a transform."""
         if private.is_in_compiled_function((run_in_mode.__code__,)):
-            self.calls_compiled = True
+            self.looks_around = True
             return True
-        return self.skips_transforms and private.transform_around() is not None
+        return self.site.skips_transforms and private.transform_around() is not None
 
 
 class ObservingMode(LibraryMode):
