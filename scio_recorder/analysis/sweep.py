@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from scio_recorder import Architecture
 from scio_recorder.analysis.effects import Effects
 from scio_recorder.errors import (
     ArgumentError,
@@ -83,10 +82,10 @@ def sweep(
     inputs = _inputs("clean", clean), _inputs("corrupted", corrupted)
     with torch.inference_mode(False), torch.set_grad_enabled(estimate):
         # The state that is put back includes the hooks, so that no run finds them changed.
-        runs = _Runs(capture, metric)
+        runs = _Runs(capture, metric, positions)
         try:
             with untouched(capture.net, *inputs[0], *inputs[1]) as runs.state:
-                return (_estimated if estimate else _patched)(runs, *inputs, positions)
+                return (_estimated if estimate else _patched)(runs, *inputs)
         finally:
             runs.remove()
 
@@ -99,15 +98,21 @@ class _Runs:
 
     state: NetState
 
-    def __init__(self, capture: Capture, metric: Any) -> None:
+    def __init__(self, capture: Capture, metric: Any, positions: Positions) -> None:
+        # A list of numbers, "all" or None.
+        self.positions: Any = positions
+        if positions is not None and not (isinstance(positions, str) and positions == "all"):
+            self.positions = _listed(positions)
         self.architecture, self.labels = capture.architecture, capture.recording
         self._net, self._program = capture.net, capture.program
         self._metric = metric
         # Copies of what the layers return in the clean run, which is the first.
         self.outputs: dict[RowIdx, Any] = {}
-        self._specs: dict[RowIdx, Any] = {}
         self._counts: Counter[int] = Counter()
         self._has_run = False
+        # Whether a weight may have changed uncounted: flags that the device keeps until the end.
+        self._doubts: list[Tensor] = []
+        self._is_thorough = False
         self._replace: _Replace | None = None
         self._hooks = CallHooks()
         modules = self._program.modules
@@ -129,7 +134,7 @@ class _Runs:
     def run(self, inputs: Inputs, replace: _Replace) -> Any:
         """Run the network on inputs, and return what the metric makes of its output."""
         if self._has_run:
-            self.state.put_back()
+            self.state.put_back(thorough=self._is_thorough, doubts=self._doubts)
         self._has_run = True
         # A graph can't keep tensors of inference mode, and networks can't write to its leaves.
         args, kwargs = map_tensors(twin, inputs) if torch.is_grad_enabled() else inputs
@@ -164,23 +169,38 @@ class _Runs:
         label = self._program.labels[positions[count]] if count < len(positions) else None
         return None if label is None else self._replace(label, output)
 
+    def keep(self, at: RowIdx, output: Any) -> None:
+        """Copy a layer's output in the clean run."""
+        refuse_transforms("patched")
+        self.outputs[at] = map_tensors(twin, output)
+
     def check(self, at: RowIdx, output: Any) -> None:
-        """Copy a layer's output in the clean run, and compare its shape in other runs."""
-        spec = spec_of(output)
-        if at not in self.outputs:
-            refuse_transforms("patched")
-            self.outputs[at], self._specs[at] = map_tensors(twin, output), spec
-        if spec != self._specs[at]:
-            clean = self.outputs[at]
-            raise ComparisonError(
-                f"layer {self.architecture[at]} returns {shown_shapes(clean)} in the clean run and "
-                f"{shown_shapes(output)} in the corrupted run, but only outputs of equal shapes "
-                "can be patched: give both runs inputs of one shape (texts of equally many "
-                "tokens), or record other layers"
-            )
+        """Compare a layer's output in the corrupted run with that in the clean run."""
+        clean = self.outputs[at]
+        if spec_of(output) == spec_of(clean):
+            return
+        pairs = list(zip(tensors(output), tensors(clean), strict=False))
+        if isinstance(self.positions, list) and _have_partners(pairs):
+            _refuse_missing(self.architecture[at], pairs[0][0], self.positions)
+            return
+        raise ComparisonError(
+            f"layer {self.architecture[at]} returns {shown_shapes(clean)} in the clean run and "
+            f"{shown_shapes(output)} in the corrupted run, but only outputs of equal shapes "
+            "can be patched: give both runs inputs of one shape (texts of equally many tokens), "
+            "name positions that both have, such as positions=[-1], or record other layers"
+        )
+
+    def starts_again(self) -> bool:
+        """Whether a run may have written to weights, uncounted: then all weights are put back."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for doubt in self._doubts:
+            by_device.setdefault(doubt.device, []).append(doubt)
+        self._is_thorough = any(bool(torch.stack(some).any()) for some in by_device.values())
+        self._doubts = []
+        return self._is_thorough
 
 
-def _patched(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions) -> Effects:
+def _patched(runs: _Runs, clean: Inputs, corrupted: Inputs) -> Effects:
     """Return the metric of a run for each layer and position."""
 
     def patch(patched_at: RowIdx, position: int | None) -> _Replace:
@@ -188,15 +208,17 @@ def _patched(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions
             patched(output, runs.outputs[at], position) if at == patched_at else None
         )
 
-    first = _number(runs.run(clean, runs.check))
-    chosen = _places(runs.architecture, runs.outputs, positions)
+    first = _number(runs.run(clean, runs.keep))
+    chosen = _places(runs)
     before = _number(runs.run(corrupted, runs.check))
     places: Sequence[int | None] = [None] if chosen is None else chosen
     values = [
         [_number(runs.run(corrupted, patch(at, position))) for position in places]
         for at in runs.labels
     ]
-    again = _number(runs.run(corrupted, runs.check))
+    again = _number(runs.run(corrupted, lambda at, output: None))
+    if runs.starts_again():
+        return _patched(runs, clean, corrupted)
     if before != again and not (math.isnan(before) and math.isnan(again)):
         raise ComparisonError(
             f"the metric of the corrupted run was {before} at first, and {again} when it ran again "
@@ -284,17 +306,18 @@ def patched(corrupted: Any, clean: Any, position: int | None) -> Any:
     tensor([[0., 1., 0.]])
     """
     leaves, rebuild = flatten(corrupted)
+    others = tensors(clean)
 
     def patch(own: Tensor, other: Tensor) -> Tensor:
         if position is None:
             return twin(other)
-        if not _has_positions(own, leaves[0]):
+        if not (_has_positions(own, leaves[0]) and _has_positions(other, others[0])):
             return own
         mixed = own.detach().clone()
         mixed[:, position] = other[:, position]
         return mixed
 
-    return rebuild([patch(*pair) for pair in zip(leaves, tensors(clean), strict=True)])
+    return rebuild([patch(*pair) for pair in zip(leaves, others, strict=True)])
 
 
 def _has_positions(tensor: Tensor, first: Tensor | None = None) -> bool:
@@ -304,32 +327,51 @@ def _has_positions(tensor: Tensor, first: Tensor | None = None) -> bool:
     return first is None or tensor.shape[:2] == first.shape[:2]
 
 
-def _places(
-    architecture: Architecture, outputs: dict[RowIdx, Any], positions: Positions
-) -> list[int] | None:
-    """Return positions as a list; refuse some that not all outputs have."""
-    for at, output in outputs.items():
-        if not tensors(output):
+def _have_partners(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether all tensors with positions are of one shape in two runs, but for their lengths."""
+    firsts = pairs[0] if pairs else (torch.empty(0), torch.empty(0))
+    if not all(map(_has_positions, firsts)):
+        return False
+    kinds = [
+        [
+            (x.dtype, len(x), x.shape[2:]) if _has_positions(x, first) else None
+            for x in (pair[side] for pair in pairs)
+        ]
+        for side, first in enumerate(firsts)
+    ]
+    return kinds[0] == kinds[1]
+
+
+def _places(runs: _Runs) -> list[int] | None:
+    """Return positions as a list; refuse some that not all outputs of the clean run have."""
+    firsts = {runs.architecture[at]: tensors(output)[:1] for at, output in runs.outputs.items()}
+    for layer, some in firsts.items():
+        if not some:
             raise ComparisonError(
-                f"layer {architecture[at]} returns no tensor, so there is nothing to patch: record "
+                f"layer {layer} returns no tensor, so there is nothing to patch: record "
                 "other layers"
             )
-    if positions is None:
-        return None
-    firsts = {at: tensors(output)[0] for at, output in outputs.items()}
-    lengths = {at: x.shape[1] if _has_positions(x) else 0 for at, x in firsts.items()}
-    if isinstance(positions, str) and positions == "all":
-        positions = range(max(1, *lengths.values()))
-    chosen = _listed(positions)
-    for at, length in lengths.items():
-        for position in chosen:
-            if not -length <= position < length:
-                raise ComparisonError(
-                    f"there is no position {position} in layer {architecture[at]}, which returns "
-                    f"{shown_shapes(firsts[at])}: positions are those of dimension 1. Sweep layers "
-                    "of different lengths one after the other, or write positions=None"
-                )
+    chosen: list[int] | None = runs.positions
+    if runs.positions == "all":
+        chosen = [*range(max(1, *(_length(first) for (first,) in firsts.values())))]
+    for layer, (first,) in firsts.items():
+        _refuse_missing(layer, first, chosen or [])
     return chosen
+
+
+def _length(tensor: Tensor) -> int:
+    return tensor.shape[1] if _has_positions(tensor) else 0
+
+
+def _refuse_missing(layer: Layer, tensor: Tensor, positions: Sequence[int]) -> None:
+    """Refuse positions that a layer's output lacks."""
+    for position in positions:
+        if not -_length(tensor) <= position < _length(tensor):
+            raise ComparisonError(
+                f"there is no position {position} in layer {layer}, which returns "
+                f"{shown_shapes(tensor)}: positions are those of dimension 1. Sweep layers "
+                "of different lengths one after the other, or write positions=None"
+            )
 
 
 def _listed(positions: Iterable[int]) -> list[int]:
@@ -351,33 +393,42 @@ class _Shared(torch.autograd.Function):
     """Copies a tensor that a layer returns: others may hold it, and a patch changes only the copy.
 
     The gradient with respect to the shares, which are zero, is the change of the metric by a patch
-    of the whole tensor, or of each of its positions.
+    of the whole tensor, or of each of the chosen positions.
     """
 
     @staticmethod
-    def forward(context: Any, own: Tensor, shares: Tensor, clean: Tensor) -> Tensor:
-        context.by_position, context.pair = shares.dim() > 0, (twin(own), clean)
+    def forward(
+        context: Any, own: Tensor, shares: Tensor, clean: Tensor, places: list[int] | None
+    ) -> Tensor:
+        context.places, context.pair = places, _at(places, twin(own), clean)
         return own.clone()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
         wide = torch.complex128 if gradient.is_complex() else torch.float64
-        own, clean, slope = (with_float64(one).to(wide) for one in (*context.pair, gradient))
+        both = *context.pair, *_at(context.places, gradient)
+        own, clean, slope = (with_float64(one).to(wide) for one in both)
         change = (slope.conj() * torch.where(own != clean, clean - own, 0)).real
-        change = change.transpose(0, 1).flatten(1).sum(1) if context.by_position else change.sum()
-        return gradient, change.cpu(), None
+        if context.places is None:
+            return gradient, change.sum().cpu(), None, None
+        return gradient, change.transpose(0, 1).flatten(1).sum(1).cpu(), None, None
 
 
-def _shared(layer: Layer, output: Any, clean: Any, *, by_position: bool) -> tuple[Tensor, Any]:
+def _at(places: list[int] | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tensors if places is None else tuple(tensor[:, places] for tensor in tensors)
+
+
+def _shared(layer: Layer, output: Any, clean: Any, places: list[int] | None) -> tuple[Tensor, Any]:
     """Return the shares of patches in a layer's output, and copies that go on in its place."""
-    leaves, rebuild = flatten(output)
-    size = leaves[0].shape[1:2] if by_position and leaves and _has_positions(leaves[0]) else ()
+    (leaves, rebuild), others = flatten(output), tensors(clean)
+    size = () if places is None else (len(places),)
     shares = torch.zeros(size, dtype=torch.float64, device="cpu", requires_grad=True)
     copies = []
-    for own, other in zip(leaves, tensors(clean), strict=True):
-        is_patched = not by_position or _has_positions(own, leaves[0])
-        copies.append(_Shared.apply(own, shares, other) if is_patched else own)  # type: ignore[no-untyped-call]
-        if is_patched and not copies[-1].requires_grad and (own != other).any():
+    for own, other in zip(leaves, others, strict=True):
+        are_there = _has_positions(own, leaves[0]) and _has_positions(other, others[0])
+        is_patched = places is None or are_there
+        copies.append(_Shared.apply(own, shares, other, places) if is_patched else own)  # type: ignore[no-untyped-call]
+        if is_patched and not copies[-1].requires_grad and torch.ne(*_at(places, own, other)).any():
             raise ComparisonError(
                 f"layer {layer} can't be estimated: its output is not on autograd's graph, since "
                 f"its dtype is {own.dtype} or it was made without gradients. Sweep without "
@@ -386,19 +437,20 @@ def _shared(layer: Layer, output: Any, clean: Any, *, by_position: bool) -> tupl
     return shares, rebuild(copies)
 
 
-def _estimated(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positions) -> Effects:
+def _estimated(runs: _Runs, clean: Inputs, corrupted: Inputs) -> Effects:
     """Return first-order estimates of the same, from one pass forward and backward."""
     shares: dict[RowIdx, Tensor] = {}
+    chosen: list[int] | None = None if runs.positions is None else []
 
     def share(at: RowIdx, output: Any) -> Any:
-        runs.check(at, output)
+        (runs.check if at in runs.outputs else runs.keep)(at, output)
         outputs = runs.architecture[at], output, runs.outputs[at]
-        shares[at], copies = _shared(*outputs, by_position=positions is not None)
+        shares[at], copies = _shared(*outputs, chosen)
         return copies
 
     # Kernels may differ where gradients are asked for: both runs use the same.
     first = _number(runs.run(clean, share))
-    chosen = _places(runs.architecture, runs.outputs, positions)
+    chosen = _places(runs)
     value = runs.run(corrupted, share)
     before = _number(value)
     if not isinstance(value, Tensor) or not value.requires_grad:
@@ -410,9 +462,7 @@ def _estimated(runs: _Runs, clean: Inputs, corrupted: Inputs, positions: Positio
         )
     asked = [shares[at] for at in runs.labels]
     changes = torch.autograd.grad(value, asked, allow_unused=True, materialize_grads=True)
-    # Layers may have positions of different numbers, of which all have the chosen ones.
-    rows = [change if chosen is None else change[chosen] for change in changes]
-    table = before + torch.stack(rows)
+    table = before + torch.stack(changes)
     # Zeros of torch 2.8, where nothing depends on a layer, ask for gradients themselves.
     table = table.detach()
     return Effects(runs.architecture, runs.labels, chosen, table, first, before, is_estimate=True)

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from scio_recorder import ComparisonError, FlowError, Recorder, UnsupportedNetError
 from scio_recorder.errors import ArgumentError
+from tests.analysis.comparing.test_device import WAITS
 from tests.analysis.guarding.nonfinite import Do
 from tests.analysis.sweeping import ByHand, weighed
 from tests.harness import trace
@@ -745,3 +747,62 @@ def test_layers_of_different_lengths_share_positions() -> None:
     added = clean.double().tanh().sum(0)[[0, 2]]
     assert torch.allclose(estimated.values, added.expand(3, 2), atol=1e-6)
     assert torch.allclose(rnet.sweep(clean, corrupted, torch.sum, [0, 2]).values, estimated.values)
+
+
+SHORTER, LONGER = torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(4)).split([2, 5], 1)
+
+
+class Keep:
+    """A hook that appends outputs to a list."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        self.kept = kept
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self.kept.append(output)
+
+
+@pytest.mark.parametrize(("clean", "corrupted"), [(SHORTER, LONGER), (LONGER, SHORTER)])
+def test_positions_from_the_end_of_texts_of_unequal_length(
+    clean: Tensor, corrupted: Tensor
+) -> None:
+    rnet, names = recorder(chain(), "1", "2.1", input_size=(2, 2, 3)), ("1", "2.1")
+    hand = ByHand(chain, weighed)
+    _, found = hand.run(((clean,), {}))
+    effects = rnet.sweep(clean, corrupted, weighed, positions=[-1, 0])
+    for name in names:
+        wanted = [hand.patched(((corrupted,), {}), (name, 0), found[name, 0], at) for at in (-1, 0)]
+        assert effects[name].tolist() == wanted
+    estimates = rnet.sweep(
+        clean, corrupted, lambda output: output.square().sum(), positions=[-1, 0], estimate=True
+    )
+    for name in names:
+        net, kept = chain(kind=nn.Linear), list[Tensor]()
+        net.get_submodule(name).register_forward_hook(Keep(kept))
+        net(clean)
+        metric = net(corrupted).square().sum()
+        other, own = kept
+        (slope,) = torch.autograd.grad(metric, own)
+        for place, at in enumerate((-1, 0)):
+            change = (slope[:, at] * (other[:, at] - own[:, at])).sum().detach()
+            assert float(estimates[name][place]) == pytest.approx(
+                float(metric.detach() + change), rel=1e-5
+            )
+
+
+@pytest.mark.parametrize("positions", [None, "all", [1], [-6]])
+def test_other_positions_of_texts_of_unequal_length(positions: Any) -> None:
+    rnet = recorder(chain(), "1", input_size=(2, 2, 3))
+    shorter = SHORTER[:, :1]
+    said = "no position -6" if positions == [-6] else r"positions=\[-1\]|no position 1"
+    with pytest.raises(ComparisonError, match=said):
+        rnet.sweep(LONGER, shorter, weighed, positions=positions)
+
+
+def test_only_the_metric_waits_for_a_device_in_each_run() -> None:
+    rnet = recorder(chain(8), "*", input_size=(2, 2, 3))
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        effects = rnet.sweep(SHORTER, -SHORTER, lambda output: output[0, 0, 0], positions="all")
+    waits = [event.name for event in profiler.events() if event.name in WAITS]
+    # One is for the weights, at the end, by two operations.
+    assert len(waits) <= effects.values.numel() + 3 + 2

@@ -176,6 +176,21 @@ def _member(value: Any, name: str) -> Any:
         return _EMPTY
 
 
+def _set_items_of(
+    base: Any, values: list[Any], items: list[list[Any]], mapped: list[list[Any]]
+) -> None:
+    """Give containers of one kind their items again; mostly all have them, which is seen fast."""
+    pairs = [(map(base.__iter__, values), items)]
+    if base in MAPPINGS:
+        pairs.append((map(base.values, values), mapped))
+    joined_up = itertools.chain.from_iterable
+    if [*map(base.__len__, values)] != [*map(len, items)] or not all(
+        all(map(is_, joined_up(now), joined_up(before))) for now, before in pairs
+    ):
+        for value, *before in zip(values, items, mapped, strict=True):
+            _set_items(value, base, *before)
+
+
 def _set_items(value: Any, base: Any, items: list[Any], mapped: list[Any]) -> None:
     if (
         base.__len__(value) != len(items)
@@ -385,6 +400,8 @@ class NetState:
         self._hooks = [known[name] for known in attributes for name in names if name in known]
         self._hooks_before = [*map(dict, self._hooks)]
         noted_apart = {*map(id, self._hooks)}
+        # By their kind: those that there are, and their items, or their keys and values.
+        containers: dict[Any, tuple[list[Any], list[list[Any]], list[list[Any]]]] = {}
         # These come last, since writing to tensors changes versions.
         self._restore: list[Callable[[], Any]] = []
         if not keep_random:
@@ -394,16 +411,19 @@ class NetState:
             value = reachable.value
             kind = _kind(_type(value))
             if kind.base is not None and id(value) not in noted_apart:
-                # The items, or the keys and the values.
-                mapped = [*kind.base.values(value)] if kind.base in MAPPINGS else []
-                items = [*kind.base.__iter__(value)]
-                self._restore.append(partial(_set_items, value, kind.base, items, mapped))
+                values_of, items_of, mapped_of = containers.setdefault(kind.base, ([], [], []))
+                values_of.append(value)
+                items_of.append([*kind.base.__iter__(value)])
+                mapped_of.append([*kind.base.values(value)] if kind.base in MAPPINGS else [])
             for name in kind.members:
                 self._restore.append(partial(_set_member, value, name, _member(value, name)))
             for read, put_back in kind.states:
                 self._restore.append(partial(put_back, value, read(value)))
             if kind.is_opaque:
                 self._opaque.append((reachable, _position(value)))
+        self._restore += [
+            partial(_set_items_of, base, *notes) for base, notes in containers.items()
+        ]
         self._note_tensors(values, modules, only_buffers)
 
     def _note_tensors(self, values: list[Any], modules: list[Any], only_buffers: bool) -> None:
@@ -434,7 +454,7 @@ class NetState:
         # Passes write to few weights, and most passes to none.
         self._marks = _marks_of(self._weights)
 
-    def put_back(self, *, thorough: bool = False) -> None:
+    def put_back(self, *, thorough: bool = False, doubts: list[Tensor] | None = None) -> None:
         """Put back everything that has changed.
 
         Parameters
@@ -442,11 +462,22 @@ class NetState:
         thorough : bool, default False
             Write the values of all parameters, also if none counts as written, and a few of the
             values of each are as before.
+        doubts : list of Tensor, optional
+            Receives flags, on their devices, whether a few of the values of parameters that don't
+            count as written have changed. These parameters stay as they are. By default the devices
+            are waited for, and parameters are put back.
         """
         if self._hooks != self._hooks_before:
             self._put_back_hooks()
         is_same = not thorough and self._marks == _marks_of(self._weights)
-        is_same = is_same and same_samples(self._samples[1], joined(self._samples[0]))
+        if is_same and doubts is None:
+            is_same = same_samples(self._samples[1], joined(self._samples[0]))
+        elif is_same and doubts is not None:
+            now, before = joined(self._samples[0]), self._samples[1]
+            bits = (
+                (now[kind].view(torch.uint8), x.view(torch.uint8)) for kind, x in before.items()
+            )
+            doubts += [(mine != others).any() for mine, others in bits]
         self._put_back_tensors([*self._tensors, *(() if is_same else self._weights)])
         for restore in self._restore:
             restore()
