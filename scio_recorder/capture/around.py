@@ -258,14 +258,14 @@ def wrappers(module: nn.Module) -> Iterator[CallWrapper]:
 
 def take_out(module: nn.Module, is_gone: Callable[[CallWrapper], bool]) -> None:
     """Take some wrappers out of those around a module's call, whichever came first."""
-
-    def remaining(call: Any) -> Any:
-        if not isinstance(call, CallWrapper):
-            return call
-        call.inner = remaining(call.inner)
-        return call.inner if is_gone(call) else call
-
     with _CHANGING_CALLS:
         call = private.compiled_call(module)
         if isinstance(call, CallWrapper):
-            private.set_compiled_call(module, remaining(call))
+            private.set_compiled_call(module, _remaining(call, is_gone))
+
+
+def _remaining(call: Any, is_gone: Callable[[CallWrapper], bool]) -> Any:
+    if not isinstance(call, CallWrapper):
+        return call
+    call.inner = _remaining(call.inner, is_gone)
+    return call.inner if is_gone(call) else call

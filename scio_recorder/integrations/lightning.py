@@ -234,8 +234,9 @@ class GuardCallback(GuardedTraining, Callback):
 
     Notes
     -----
-    Under ``precision="16-mixed"`` infinities in gradients that lead to a smaller scale are
-    expected, and counted in ``guard.num_skipped_steps``. Validation, test and prediction are
+    The trainer's own ``GradScaler`` is given to the guard, unless ``scaler=`` says otherwise:
+    under ``precision="16-mixed"`` gradients that overflow are expected, and the steps that are
+    skipped for them counted in ``guard.num_skipped_steps``. Validation, test and prediction are
     guarded as well.
 
     Examples
@@ -261,7 +262,7 @@ class GuardCallback(GuardedTraining, Callback):
         stage : str
             "fit", "validate", "test" or "predict".
         """
-        self.begin_guard()
+        self.begin_guard(trainer.precision_plugin)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -203,6 +203,31 @@ class StepObserver:
         self._running.setdefault((event.grad, event.name), empty).update(event.value)
 
 
+class ScalerOfTrainer:
+    """Stands for the ``GradScaler`` that a trainer has when it is asked, if it has one then.
+
+    Parameters
+    ----------
+    owner : object
+        What of the trainer has the attribute ``scaler``.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self._owner, "scaler", None)
+
+    def is_enabled(self) -> bool:
+        """Whether there is a scaler that scales."""
+        return self._scaler is not None and self._scaler.is_enabled()
+
+    def get_scale(self) -> float:
+        """Return by what the loss is multiplied."""
+        return float(self._scaler.get_scale()) if self.is_enabled() else 1.0
+
+
 class GuardedTraining:
     """A guard that calls of a trainer begin and end, in place of a ``with`` statement.
 
@@ -237,9 +262,16 @@ class GuardedTraining:
         # Not every trainer tells of an exception, and no block can end while Python itself does.
         weakref.finalize(self, self._block.__exit__, GeneratorExit, GeneratorExit(), None)
 
-    def begin_guard(self) -> None:
-        """Begin to guard."""
-        self.guard = self._block.enter_context(self._rnet.guard(**self._options))
+    def begin_guard(self, owner: Any = None) -> None:
+        """Begin to guard.
+
+        Parameters
+        ----------
+        owner : object, optional
+            What of the trainer has the attribute ``scaler``.
+        """
+        options = {"scaler": ScalerOfTrainer(owner)} | self._options
+        self.guard = self._block.enter_context(self._rnet.guard(**options))
 
     def end_guard(self, exception: BaseException | None = None) -> None:
         """End the guard, as a block does that an exception leaves, if there is one.

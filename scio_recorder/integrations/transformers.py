@@ -215,7 +215,8 @@ class GuardCallback(GuardedTraining, TrainerCallback):
     -----
     The trainer itself hides a loss that is not finite: with ``logging_nan_inf_filter``, its
     default, the mean of earlier losses is logged in its place. Evaluations during the training are
-    guarded as well.
+    guarded as well. The trainer's own ``GradScaler`` is given to the guard, unless ``scaler=`` says
+    otherwise.
 
     The trainer tells its callbacks nothing of an exception, so the guard goes on after one, until
     the next training begins, or `close` is called. ``with rnet.guard(): trainer.train()`` does
@@ -247,7 +248,7 @@ class GuardCallback(GuardedTraining, TrainerCallback):
             The model and others.
         """
         self.close()
-        self.begin_guard()
+        self.begin_guard(others.get("optimizer"))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any

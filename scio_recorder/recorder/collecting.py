@@ -40,6 +40,7 @@ from scio_recorder.tensors.structures import map_tensors, tensors
 if TYPE_CHECKING:
     from typing import Literal
 
+    from torch.amp.grad_scaler import GradScaler
     from torch.nn.parameter import Parameter
 
     from scio_recorder.analysis.checking import CheckReport
@@ -617,6 +618,8 @@ class Collecting(nn.Module):
         kinds: abc.Collection[str] = ("nan", "inf"),
         keep_inputs: bool = False,
         operations: bool = False,
+        scaler: GradScaler | None = None,
+        immediate: bool = False,
     ) -> AbstractContextManager[Guard]:
         """Find the layer that makes the first NaN or infinity in a block.
 
@@ -629,18 +632,23 @@ class Collecting(nn.Module):
         gradients : bool, default True
             Check gradients in backward passes as well.
         action : {"raise", "warn", "record"}
-            What to do: raise an error at the place where the NaN is made, warn, or only set
-            `origin`.
+            What to do when the network's call or the backward pass ends: raise an error, warn, or
+            only set `origin`. Nothing asks the device for a value before.
         kinds : collection of str, default ("nan", "inf")
             What to look for. With "nan" alone, infinities are ignored.
         keep_inputs : bool, default False
             Copy the inputs of each call until it returns, so that ``guard.origin.save(path)`` can
             write the inputs of the call that failed. This takes time, and memory for the inputs
-            of all nested modules that are running.
+            of all nested modules that are running, and implies `immediate`.
         operations : bool, default False
             Examine each operation inside the forwards as well, so that ``guard.origin.operation``
             is the one, with its line, with which the fault of the call began. Which call is the
             origin does not change.
+        scaler : GradScaler, optional
+            What scales the loss. Gradients that are not finite while its scale is above one are
+            counted in ``guard.num_skipped_steps``, and not reported.
+        immediate : bool, default False
+            Ask at once, and raise inside the layer. On a GPU this waits for each call.
 
         Returns
         -------
@@ -650,13 +658,15 @@ class Collecting(nn.Module):
         Raises
         ------
         NonFiniteError
-            A layer has made a NaN or an infinity; ``error.origin`` says which.
+            A layer has made a NaN or an infinity; ``error.origin`` says which. If the pass ended
+            by another error, that is the cause.
         ArgumentError
-            ``action`` or ``kinds`` has a value that can't work.
+            An argument has a value that can't work.
         FlowError
             The network was not called in the block.
         UnsupportedNetError
-            The network is compiled, or is compiled inside the block.
+            The network is compiled, or is compiled inside the block, or its modules lie too deep
+            inside each other for the interpreter's limit.
 
         Warns
         -----
@@ -677,8 +687,16 @@ class Collecting(nn.Module):
         """
         from scio_recorder.analysis.guarding.guard import guarded
 
-        options = {"gradients": gradients, "keep_inputs": keep_inputs, "operations": operations}
-        return guarded(self.architecture, action, kinds, **options)
+        return guarded(
+            self.architecture,
+            action,
+            kinds,
+            gradients=gradients,
+            keep_inputs=keep_inputs,
+            operations=operations,
+            scaler=scaler,
+            immediate=immediate,
+        )
 
     def sweep(
         self,

@@ -530,6 +530,12 @@ def calls_compiled(module: nn.Module) -> bool:
     return call is not None and not getattr(call, "is_plain", False)
 
 
+def runs_uncompiled() -> bool:
+    """Whether compiled code runs as it is written, by ``set_stance("force_eager")``."""
+    stance = getattr(sys.modules.get(DYNAMO), "_stance", None)
+    return getattr(stance, "stance", "") == "force_eager"
+
+
 @needs("Module._compiled_call_impl", "compiled modules")
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return the function made by a module's own ``compile``, which replaces its call."""

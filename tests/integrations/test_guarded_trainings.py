@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -140,6 +140,35 @@ def test_skipped_steps_are_counted(tmp_path: Path) -> None:
     fit_by_lightning(model, callback, tmp_path, plugins=plugins)
     assert callback.guard is not None
     assert callback.guard.num_skipped_steps == 40 - torch.tensor(scaler.get_scale()).log2() > 0
+
+
+def test_a_scaler_is_found_that_is_made_after_the_guard_was_entered(tmp_path: Path) -> None:
+    class Later(Callback):
+        def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+            trainer.precision_plugin.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+
+    model = Model()
+    callback = lightning.GuardCallback(recorder(model))
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
+    data = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4)
+    quiet_trainer(callback, Later(), plugins=[plugin]).fit(model, data)
+    assert callback.guard is not None
+    assert callback.guard.num_skipped_steps == 40 - torch.tensor(plugin.scaler.get_scale()).log2()
+
+
+def test_the_trainer_gives_its_scaler(tmp_path: Path) -> None:
+    model = Model()
+    callback = transformers.GuardCallback(recorder(model))
+    arguments = quiet_arguments(tmp_path, per_device_train_batch_size=4, num_train_epochs=1)
+    data = [{"x": row} for row in torch.randn(24, 4) * 1e4]
+    trainer = Trainer(model, arguments, train_dataset=data)
+    # As under fp16=True, which accelerate refuses on a CPU.
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.guard is not None
+    scale = trainer.accelerator.scaler.get_scale()
+    assert callback.guard.num_skipped_steps == 120 - torch.tensor(scale).log2() > 0
 
 
 @pytest.mark.campaign

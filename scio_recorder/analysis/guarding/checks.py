@@ -3,36 +3,43 @@
 NOTE [Who made it]
 
 A call makes a NaN if it returns one without a NaN among its inputs. It makes an infinity if it
-returns one and all its inputs are finite. Calls are checked when they return, the innermost first,
-so the first that qualifies is the origin and not a container that passes it on. Inputs are examined
-before the call, since modules work in place. In the backward pass the same holds for gradients:
-the gradients of its outputs go in, and those of its inputs and its parameters come out. There a
-call is the origin only if its inputs in the forward pass were finite too.
+returns one and all its inputs are finite. Calls are checked in the order in which they return, the
+innermost first, so the first that qualifies is the origin and not a container that passes it on.
+Inputs are examined before the call, since modules work in place. In the backward pass the same
+holds for gradients: the gradients of its outputs go in, and those of its inputs and its parameters
+come out. There a call is the origin only if its inputs in the forward pass were finite too.
+
+NOTE [When calls are checked]
+
+Checks wait until flags are read: when the network's call ends, or the backward pass, of which the
+regions that checkpointing runs again are a part. Autograd says nothing of a backward pass that
+fails, but lets go of the function that it would call at the end. Such a pass is checked later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import math
 import threading
-from collections.abc import Collection, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from scio_recorder import Architecture
 from scio_recorder.analysis.guarding.finite import (
     KINDS,
+    Flag,
+    Flags,
     GuardedCode,
-    Known,
-    NonFinite,
-    examine,
+    are_finite,
     kinds_made,
     kinds_of,
 )
-from scio_recorder.analysis.guarding.loss_scaling import LossScaling
 from scio_recorder.analysis.guarding.origin import Direction, KeptInputs, Origin
 from scio_recorder.errors import ArgumentError, NonFiniteError
 from scio_recorder.layer import Layer
@@ -40,6 +47,45 @@ from scio_recorder.lowlevel import warn
 from scio_recorder.tensors import private
 
 Action: TypeAlias = Literal["raise", "warn", "record"]
+
+_SCALED = (
+    "; if a GradScaler scales the loss, write guard(scaler=scaler): overflows while its scale is "
+    "above one are counted then"
+)
+
+
+def _nothing() -> None:
+    """Stand for a weak reference to what is gone."""
+
+
+class PassFlags(Flags):
+    """The flags of a pass or a backward pass, and the checks that wait for them.
+
+    Parameters
+    ----------
+    task : int, default -1
+        The number of the backward pass.
+
+    Attributes
+    ----------
+    waiting : list of tuple
+        Functions, each with what it takes beside the `Checks` and these flags. They return the
+        `Origin` that is to be raised, or None.
+    place : int
+        How many checks have waited so far.
+    end : callable
+        A weak reference to what autograd calls at the end of the backward pass.
+    versions : dict
+        Those of the network's weights when the backward pass began, by their ``id``.
+    """
+
+    def __init__(self, task: int = -1) -> None:
+        super().__init__(may_be_mapped=task != -1)
+        self.end: Callable[[], Any] = _nothing
+        self.task = task
+        self.waiting: list[tuple[Any, ...]] = []
+        self.place = 0
+        self.versions: dict[int, int] = {}
 
 
 class GuardedCall:
@@ -51,21 +97,22 @@ class GuardedCall:
     ----------
     name : str
         The qualified name of the module.
-    pass_number : int
-        The number of the pass.
-    around : GuardedCall or None
-        The call that contains it; None for a call of the network.
-    frame : frame or None
-        The frame that called its first hook.
+    local : PassOfThread
+        The state of the pass.
+    frame, caller : frame or None
+        The frame that called its first hook, and the one around it, which calls hooks if the call
+        fails.
 
     Attributes
     ----------
-    received : sequence of NonFinite
-        Findings about its inputs.
+    around : GuardedCall or None
+        The call that contains it; None for a call of the network.
+    received : sequence of Flag
+        Those of its inputs.
     kept : KeptInputs or None
         Its inputs and the state before it, if these are kept.
     code : GuardedCode or None
-        The findings about the operations of its own code, if these are examined.
+        The operations of its own code, if these are examined.
     number : int or None
         How many calls of the module returned before it in its pass; None until it returns.
     start : int
@@ -77,39 +124,53 @@ class GuardedCall:
         numbers than `start`.
     """
 
-    received: Sequence[NonFinite] = ()
+    received: Sequence[Flag] = ()
     kept: KeptInputs | None = None
     code: GuardedCode | None = None
     number: int | None = None
-    # The last backward pass that entered the call, and its findings about what entered.
+    # The last backward pass that entered the call, and the flags of what entered, each with the
+    # number of checks that waited before it.
     _task = -1
-    _entered: Sequence[NonFinite] = ()
+    _entered: Sequence[tuple[int, Flag]] = ()
 
     def __init__(
-        self, name: str, pass_number: int, around: GuardedCall | None, frame: FrameType | None
+        self, name: str, local: PassOfThread, frame: FrameType | None, caller: FrameType | None
     ) -> None:
         self.name = name
-        self.pass_number = pass_number
-        self.around = around
+        self.pass_number = local.pass_number
+        self.flags = local.flags
+        self.around = around = local.calls[-1] if local.calls else None
         self.frame = frame
+        self.caller = caller
         self.start = private.num_operations()
         self.nodes: list[Any] = []
         self.nodes_of_inputs: Collection[Any] = () if around is None else around.nodes_of_inputs
 
     def release(self) -> None:
         """Let go of what the graph must not hold."""
-        self.frame, self.kept, self.code, self.nodes = None, None, None, []
+        self.frame, self.caller, self.kept, self.code = None, None, None, None
+        self.nodes, self.nodes_of_inputs = [], ()
 
-    def enter(self, task: int, found: NonFinite | None) -> None:
-        """Note what was found about a gradient that a backward pass brings."""
+    def enter(self, flags: PassFlags, flag: Flag | None) -> None:
+        """Note a gradient that a backward pass brings."""
+        if flags.task != self._task:
+            self._task, self._entered = flags.task, []
+        if flag is not None:
+            self._entered = [*self._entered, (flags.place, flag)]
+
+    def entered(self, task: int, place: int | None = None) -> list[Flag] | None:
+        """Return the flags of gradients that a backward pass has brought; None if none came.
+
+        Parameters
+        ----------
+        task : int
+            The number of the backward pass.
+        place : int, optional
+            Only those that came before this one of the checks that wait.
+        """
         if task != self._task:
-            self._task, self._entered = task, ()
-        if found is not None:
-            self._entered = [*self._entered, found]
-
-    def entered(self, task: int) -> Sequence[NonFinite] | None:
-        """Return findings about the gradients that a backward pass has brought; None if none."""
-        return self._entered if task == self._task else None
+            return None
+        return [flag for at, flag in self._entered if place is None or at <= place]
 
 
 class PassOfThread(threading.local):
@@ -123,23 +184,67 @@ class PassOfThread(threading.local):
         self.own_code: GuardedCode | None = None
         # How many calls of each module have returned.
         self.counts: dict[str, int] = {}
-        self.known = Known()
+        self.flags = PassFlags()
+        # What was found in a pass that an error has ended.
+        self.late: Origin | None = None
+
+
+class LossScaling:
+    """The overflows of gradients that a ``GradScaler`` provokes, and takes back.
+
+    A scaler multiplies the loss by a scale at which gradients in half precision just fit. If they
+    don't, it skips the step and continues with a smaller scale. If the network itself makes a NaN,
+    the scale falls to one within a few skipped steps, and then no longer explains it.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        self._num_skipped = 0
+        # The scale in the first backward pass that overflowed since the scaler's last step.
+        self._scale: float | None = None
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """The number of steps that the scaler has skipped: each made the scale smaller."""
+        if self._scale is not None and self._scaler.get_scale() < self._scale:
+            self._num_skipped, self._scale = self._num_skipped + 1, None
+        return self._num_skipped
+
+    def explains_overflow(self) -> bool:
+        """Whether gradients may overflow, and note that they do."""
+        if self._scaler is None or not self._scaler.is_enabled() or self._scaler.get_scale() <= 1:
+            return False
+        if self.num_skipped_steps >= 0 and self._scale is None:
+            self._scale = self._scaler.get_scale()
+        return True
 
 
 class Checks:
     """The checks of one guard, and what they have found."""
 
-    def __init__(self, architecture: Architecture, action: Action, kinds: Collection[str]) -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        action: Action,
+        kinds: Collection[str],
+        scaler: Any,
+        is_immediate: bool,
+    ) -> None:
         if action not in ("raise", "warn", "record"):
             raise ArgumentError(f'action={action!r}: write "raise", "warn" or "record"')
         chosen = [kinds] if isinstance(kinds, str) else kinds
         is_some = isinstance(chosen, Collection) and len(chosen) > 0
         if not is_some or not all(map(KINDS.__contains__, chosen)):
             raise ArgumentError(f'kinds={kinds!r}: write ("nan", "inf"), or one of these')
+        if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+            raise ArgumentError(
+                f"scaler is a {type(scaler).__name__}: write the GradScaler that scales the loss"
+            )
         self.origin: Origin | None = None
         self.num_passes = 0
         self.num_passed_on = 0
-        self.scaling = LossScaling()
+        self.scaling = LossScaling(scaler)
+        self.is_immediate = is_immediate
         # Whether nothing is checked any more, as after an exception in the block, whatever graphs
         # are left.
         self.is_over = False
@@ -147,83 +252,189 @@ class Checks:
         self._architecture = architecture
         self._action = action
         self._kinds = frozenset(chosen)
+        self._hint = _SCALED if scaler is None else ""
         self._has_warned = False
         self._numbers = itertools.count()
+        # By the number of the backward pass.
+        self._backward: dict[int, PassFlags] = {}
+        modules = [row.module for row in architecture.values() if row.module is not None]
+        self._weights = [weakref.ref(one) for one in {w for m in modules for w in m.parameters()}]
+
+    # -- passes ------------------------------------------------------------------------------------
 
     def begin_pass(self) -> int:
         """Count a pass, and return its number."""
-        self.scaling.count_skipped()
+        _ = self.scaling.num_skipped_steps
         number = next(self._numbers)
         self.num_passes = number + 1
         return number
 
-    def check(
+    def backward_flags(self) -> PassFlags:
+        """Return the flags of the backward pass around the caller, at whose end they are read."""
+        task = private.backward_pass()
+        flags = self._backward.get(task)
+        if flags is None:
+            flags = self._backward.setdefault(task, PassFlags(task))
+            with contextlib.suppress(RuntimeError):  # without versions, in inference mode
+                known = [
+                    weight for reference in self._weights if (weight := reference()) is not None
+                ]
+                flags.versions = {id(weight): weight._version for weight in known}
+            end = partial(_end_backward, weakref.ref(self), task)
+            flags.end = weakref.ref(end, flags.forget)
+            private.call_at_end_of_backward(end)
+        return flags
+
+    def settle(self, flags: PassFlags) -> Origin | None:
+        """Read flags, and do the checks that wait; return an origin that is to be raised."""
+        waiting, flags.waiting = flags.waiting, []
+        try:
+            if self.is_over or flags.read():
+                return None
+            origins = (check(self, flags, *rest) for check, *rest in waiting)
+            return next((origin for origin in origins if origin is not None), None)
+        finally:
+            flags.forget()
+
+    def wait(self, flags: PassFlags, check: Any, *rest: Any) -> None:
+        """Let a check wait, or do it now if the guard is immediate."""
+        flags.place += 1
+        flags.waiting.append((check, *rest))
+        if self.is_immediate:
+            origin = self.settle(flags)
+            if origin is not None:
+                raise self.error(origin)
+
+    def late(self) -> Origin | None:
+        """Return what was found in passes that errors have ended, and nobody was told of."""
+        origin, self.local.late = self.local.late, None
+        failed = [task for task, flags in list(self._backward.items()) if flags.end() is None]
+        for task in failed:
+            # The device may be what has failed.
+            with contextlib.suppress(RuntimeError):
+                origin = origin or self.settle(self._backward.pop(task))
+        return origin
+
+    def end_backward(self, task: int) -> None:
+        """Check a backward pass that has succeeded."""
+        flags = self._backward.pop(task)
+        flags.end = _nothing
+        origin = self.settle(flags)
+        if origin is not None:
+            raise self.error(origin)
+
+    def error(self, origin: Origin) -> NonFiniteError:
+        """Return the error that tells of an origin.
+
+        A frame that raises must not hold the error. In a cycle, the frames of its traceback live on
+        until garbage is collected, and before torch 2.13 checkpoint's hooks on saved tensors, too.
+        """
+        error = NonFiniteError(self._told(origin))
+        error.origin = origin
+        return error
+
+    def _told(self, origin: Origin) -> str:
+        return f"{origin}{self._hint if origin.direction == 'gradient' else ''}"
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def check_call(
         self,
+        flags: PassFlags,
         call: GuardedCall,
-        direction: Direction,
-        received: Sequence[NonFinite],
-        returned: Sequence[NonFinite],
-        leaf: Any = None,
-    ) -> None:
-        """Check what a call has returned.
+        returned: Sequence[Flag],
+        code: GuardedCode | None,
+    ) -> Origin | None:
+        """Check what a call has returned; the code is that of its own operations."""
+        return self._check(flags, call, "forward", call.received, returned, code=code)
+
+    def check_gradient(
+        self,
+        flags: PassFlags,
+        call: GuardedCall,
+        owner: GuardedCall | None,
+        leaf: Any,
+        flag: Flag,
+        place: int,
+    ) -> Origin | None:
+        """Check the calls, from one outwards, that a gradient leaves.
 
         Parameters
         ----------
-        call : GuardedCall
-            The call.
-        direction : {"forward", "gradient"}
-            Whether these are its inputs and outputs, or gradients.
-        received, returned : sequence of NonFinite
-            What of it is not finite.
-        leaf : Node, optional
-            The node of the leaf whose gradient was returned, if it is one.
-
-        Raises
-        ------
-        NonFiniteError
-            The call is the origin, and the guard's action is to raise.
+        flags : PassFlags
+            Those of the backward pass.
+        call, owner : GuardedCall
+            The innermost of them, and the one that it stays in; None if it leaves all.
+        leaf : Node or None
+            The node of the leaf whose gradient it is, if it is one.
+        flag : Flag
+            That of the gradient.
+        place : int
+            The place of this check among those that waited.
         """
+        left: GuardedCall | None = call
+        # A call that has not returned yet differentiates what is inside it.
+        while flag.kinds and left is not None and left is not owner and left.number is not None:
+            received = left.entered(flags.task, place)
+            # Its pass may go on, or have been interrupted.
+            origin = None if received is None else self.settle(left.flags)
+            # A gradient is nobody's fault if the call received something that is not finite.
+            if origin is None and received is not None and not kinds_of(left.received):
+                origin = self._check(flags, left, "gradient", received, [flag], leaf=leaf)
+            if origin is not None:
+                return origin
+            left = left.around
+        return None
+
+    def _check(
+        self,
+        flags: PassFlags,
+        call: GuardedCall,
+        direction: Direction,
+        received: Sequence[Flag],
+        returned: Sequence[Flag],
+        *,
+        leaf: Any = None,
+        code: GuardedCode | None = None,
+    ) -> Origin | None:
         kinds = kinds_made(kinds_of(received), kinds_of(returned)) & self._kinds
-        # A gradient is nobody's fault if the call received something of the kind.
-        was_received = direction == "gradient" and call.received
-        if not kinds or was_received or self._is_ignored(direction):
-            return
+        if not kinds or self._is_ignored(direction):
+            return None
         layer = self.layer_of(call)
-        first = next(one for one in returned if one.kinds & kinds)
-        place = min(getattr(first, f"first_{kind}") for kind in kinds & first.kinds)
+        faulty = [flag for flag in returned if flag.kinds]
         origin = Origin(
             layer=layer,
             direction=direction,
             pass_number=call.pass_number,
-            num_nan=sum(one.nan for one in returned),
-            num_inf=sum(one.inf for one in returned),
-            num_values=sum(math.prod(one.shape) for one in returned),
-            index=tuple(int(at) for at in np.unravel_index(place, first.shape)),
+            **_counts(faulty, kinds, kinds_of(received), self._kinds),
+            num_values=sum(flag.num_values for flag in faulty),
             parameter=_name_of(layer.module, leaf),
-            inputs_finite=not received,
-            weights_finite=not any(map(examine, _weights_of(layer.module))),
-            operation=None if call.code is None else call.code.operation(layer, kinds),
+            inputs_finite=not kinds_of(received),
+            weights_finite=_are_weights_finite(layer.module, flags.versions),
+            operation=None if code is None else code.operation(layer, kinds),
             _architecture=self._architecture,
+            _kinds=kinds,
             _kept=call.kept,
         )
         self.origin = self.origin or origin
         self.is_over = self._action != "raise"
-        if self._action == "raise":
-            raise _error(origin)
         if self._action == "warn":
-            warn(str(origin))
+            warn(self._told(origin))
+        return origin if self._action == "raise" else None
 
-    def check_whole(self, direction: Direction, found: Sequence[NonFinite]) -> None:
+    def check_whole(self, flags: PassFlags, direction: Direction, returned: Sequence[Flag]) -> None:
         """Count a pass in which the network passed on NaNs or infinities, and made none.
 
         Parameters
         ----------
+        flags : PassFlags
+            Those of the pass.
         direction : {"forward", "gradient"}
             Whether this is what the network returned, or the gradient of that.
-        found : sequence of NonFinite
-            What of it is not finite.
+        returned : sequence of Flag
+            Those of it.
         """
-        kinds = kinds_of(found) & self._kinds
+        kinds = kinds_of(returned) & self._kinds
         if not kinds or self._is_ignored(direction):
             return
         self.num_passed_on += 1
@@ -235,7 +446,8 @@ class Checks:
                 if direction == "forward"
                 else f"the gradient of the network's output holds {what}: the loss made them"
             )
-            warn(f"{source}; no layer has made any")
+            hint = self._hint if direction == "gradient" else ""
+            warn(f"{source}; no layer has made any{hint}")
 
     def _is_ignored(self, direction: Direction) -> bool:
         """Whether nothing is looked for any more, or the scale of the loss explains it."""
@@ -250,17 +462,36 @@ class Checks:
         return rows[min(call.number or 0, len(rows) - 1)]
 
 
-def _error(origin: Origin) -> NonFiniteError:
-    # A frame that raises must not hold the error. In a cycle, the frames of its traceback live on
-    # until garbage is collected, and before torch 2.13 checkpoint's hooks on saved tensors, too.
-    error = NonFiniteError(str(origin))
-    error.origin = origin
-    return error
+def _end_backward(reference: weakref.ref[Checks], task: int) -> None:
+    checks = reference()
+    if checks is not None:
+        checks.end_backward(task)
 
 
-def _weights_of(module: nn.Module | None) -> Iterator[Tensor]:
-    if module is not None:
-        yield from (*module.parameters(), *module.buffers())
+def _counts(
+    faulty: Sequence[Flag], kinds: frozenset[str], given: frozenset[str], sought: frozenset[str]
+) -> dict[str, Any]:
+    """Count what was made, and find the first; None for all if it is not known any more."""
+    counted = [flag.counted() for flag in faulty]
+    known = [one for one in counted if one is not None]
+    if len(known) < len(counted):
+        return {"num_nan": None, "num_inf": None, "index": None}
+    # A NaN hides infinities until they are counted.
+    kinds = kinds_made(given, kinds_of(known)) & sought or kinds
+    first = next(one for one in known if one.kinds & kinds)
+    place = min(getattr(first, f"first_{kind}") for kind in kinds & first.kinds)
+    index = tuple(int(at) for at in np.unravel_index(place, first.shape))
+    nan, inf = sum(one.nan for one in known), sum(one.inf for one in known)
+    return {"num_nan": nan, "num_inf": inf, "index": index}
+
+
+def _are_weights_finite(module: nn.Module | None, versions: Mapping[int, int]) -> bool | None:
+    """Whether parameters and buffers are finite; None if some have other versions than they had."""
+    if module is None:
+        return True
+    if any(versions.get(id(own), own._version) != own._version for own in module.parameters()):
+        return None
+    return are_finite([*module.parameters(), *module.buffers()])
 
 
 def _name_of(module: nn.Module | None, leaf: Any) -> str | None:

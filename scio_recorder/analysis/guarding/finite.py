@@ -1,11 +1,18 @@
-"""What is not finite: tensors, found at the cost of a sum, and which operations made them so."""
+"""What is not finite: flags of tensors, read together, and which operations made them so.
+
+NOTE [When flags are read]
+
+To ask a device for a value is to wait until it has done all that was asked of it before. So the
+largest magnitude of a tensor, its flag, stays on the device, and all flags of a pass are read
+together when it ends. A sum can't be the flag: finite values may overflow in it, and infinities of
+both signs make a NaN. A NaN hides the infinities of its tensor.
+"""
 
 from __future__ import annotations
 
-import cmath
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +23,70 @@ from scio_recorder.lowlevel import ObservingMode, plain_parts
 from scio_recorder.tensors import is_dense, private, tensors, version_of
 
 KINDS = ("nan", "inf")
+_FINITE: frozenset[str] = frozenset()
 _PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+_USUAL = frozenset([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 _WITHOUT_TENSORS = (str, int, float)
+# How much memory of what calls return is kept until a pass ends, so that it can be counted.
+_KEPT_BYTES = 64 << 20
+# On a CPU, torch computes the largest magnitude of many elements far more slowly than extrema.
+_FEW = 1 << 12
+
+
+class Flag:
+    """Whether a tensor is finite, which its device may still be computing.
+
+    Attributes
+    ----------
+    kinds : frozenset of str or None
+        Those of `KINDS` that were found; None until the flag is read.
+    num_values : int
+        The number of elements.
+    reference, version
+        A weak reference to the tensor, and its version; -1 if it has none.
+    is_kept : bool
+        Whether something keeps its values.
+    """
+
+    __slots__ = ("_leaf", "_memory", "is_kept", "kinds", "num_values", "reference", "version")
+
+    def __init__(self, tensor: Tensor, version: Any) -> None:
+        self.kinds: frozenset[str] | None = None
+        self.num_values = tensor.numel()
+        self.is_kept = False
+        self._leaf: Any = None
+        self.reference = weakref.ref(tensor)
+        self.version = version
+
+    def keep(self, tensor: Tensor, leaf: Any) -> Any:
+        """Return what keeps the values of the tensor, which may be the gradient of a leaf.
+
+        Autograd makes ``leaf.variable.grad`` of a first gradient that nobody else holds: another
+        tensor with the same memory and version. The memory is kept, so that it stays the only one.
+        """
+        self.is_kept = True
+        if self.version == -1:
+            # Nothing would show that it is written to.
+            tensor = tensor.clone()
+            self.reference = weakref.ref(tensor)
+        elif leaf is not None and leaf.variable.grad is None and not torch.is_grad_enabled():
+            self._leaf, self._memory = leaf, private.memory_of(tensor)
+            return tensor.untyped_storage()
+        return tensor
+
+    def counted(self) -> NonFinite | None:
+        """Count what is not finite; None if the tensor is gone or was written to."""
+        tensor = self.reference()
+        if tensor is None and self._leaf is not None:
+            gradient = self._leaf.variable.grad
+            is_same = gradient is not None and private.memory_of(gradient) == self._memory
+            tensor = gradient if is_same else None
+        return None if tensor is None or version_of(tensor) != self.version else count(tensor)
 
 
 class NonFinite(NamedTuple):
-    """The NaNs and infinities of a tensor that has any.
+    """The NaNs and infinities of a tensor.
 
     Parameters
     ----------
@@ -45,9 +110,9 @@ class NonFinite(NamedTuple):
         return frozenset(kind for kind in KINDS if getattr(self, kind))
 
 
-def kinds_of(found: Iterable[NonFinite]) -> frozenset[str]:
-    """Return those of `KINDS` that occur in some findings."""
-    return frozenset[str]().union(*(one.kinds for one in found))
+def kinds_of(flags: Iterable[Flag | NonFinite]) -> frozenset[str]:
+    """Return those of `KINDS` that occur in some flags that were read."""
+    return _FINITE.union(*(flag.kinds for flag in flags if flag.kinds))
 
 
 def kinds_made(given: frozenset[str], returned: frozenset[str]) -> frozenset[str]:
@@ -62,105 +127,189 @@ def kinds_made(given: frozenset[str], returned: frozenset[str]) -> frozenset[str
     return (returned & {"nan"} if given else returned) - given
 
 
-def examine(tensor: Tensor) -> NonFinite | None:
-    """Return the NaNs and infinities of a tensor; None if all is finite.
+def _parts_of(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the plain tensors with those values of a tensor that may not be finite."""
+    dtype = tensor.dtype
+    # What most tensors are is asked first, since every call asks.
+    is_usual = type(tensor) is Tensor and dtype in _USUAL and tensor.layout is _STRIDED
+    if is_usual and not tensor.is_nested and not tensor.is_meta:
+        return (tensor,) if tensor.numel() else ()
+    if type(tensor) not in _PLAIN or not is_dense(tensor):
+        parts = () if private.is_traced(tensor) else plain_parts(tensor.detach())
+        return [inner for part in parts if type(part) in _PLAIN for inner in _parts_of(part)]
+    if not (dtype.is_floating_point or dtype.is_complex) or tensor.is_meta or not tensor.numel():
+        return ()
+    # Float8 has no such operations.
+    return (tensor.float() if dtype.itemsize == 1 else tensor,)
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Of any kind. Integers are finite, and so are tensors without values. Inside ``vmap``, the
-        mapped dimension counts as the last.
+
+def _magnitudes_of(tensor: Tensor) -> list[Tensor]:
+    """Return what is finite if the values of a tensor are, as tensors of one element each.
 
     Examples
     --------
-    >>> examine(torch.tensor([3e38, 3e38])) is None
-    True
-    >>> examine(torch.tensor([1.0, torch.inf, torch.nan]))
+    >>> _magnitudes_of(torch.tensor([3e38, -3e38])), _magnitudes_of(torch.tensor([1, 2]))
+    ([tensor([3.0000e+38])], [])
+    """
+    magnitudes: list[Tensor] = []
+    for part in _parts_of(tensor):
+        values = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+        if values.is_cpu and values.numel() > _FEW:
+            magnitudes += torch.aminmax(values.detach(), keepdim=True)
+        elif values.requires_grad:
+            with torch.no_grad():
+                magnitudes.append(torch.linalg.vector_norm(values, math.inf, keepdim=True))
+        else:
+            magnitudes.append(torch.linalg.vector_norm(values, math.inf, keepdim=True))
+    return magnitudes
+
+
+def count(tensor: Tensor) -> NonFinite:
+    """Return the NaNs and infinities of a tensor of any kind.
+
+    Examples
+    --------
+    >>> count(torch.tensor([1.0, torch.inf, torch.nan]))
     NonFinite(nan=1, inf=1, first_nan=2, first_inf=1, shape=(3,))
     """
-    tensor = private.unmapped(tensor, -1)
-    if type(tensor) not in _PLAIN or not is_dense(tensor):
-        parts_of = () if private.is_traced(tensor) else plain_parts(tensor.detach())
-        plain = [one for one in parts_of if type(one) in _PLAIN]
-        parts = [one for one in map(examine, plain) if one is not None]
-        totals = {kind: sum(getattr(one, kind) for one in parts) for kind in KINDS}
-        return parts[0]._replace(**totals) if parts else None
-    dtype = tensor.dtype
-    if tensor.is_meta or not (dtype.is_floating_point or dtype.is_complex):
-        return None
-    values = tensor.detach() if tensor.requires_grad else tensor
-    # Float8 has no sum.
-    values = values.float() if dtype.itemsize == 1 else values
-    # A sum is finite only if everything is. One that is not may have overflowed, as sums in half
-    # precision soon do.
-    wider = torch.float32 if dtype is torch.half else None
-    return None if cmath.isfinite(values.sum(dtype=wider).item()) else _counted(values)
+    parts = [_counted(part.detach()) for part in _parts_of(tensor)]
+    first = next((part for part in parts if part.kinds), NonFinite(0, 0, 0, 0, ()))
+    return first._replace(**{kind: sum(getattr(part, kind) for part in parts) for kind in KINDS})
 
 
-def _counted(values: Tensor) -> NonFinite | None:
+def _counted(values: Tensor) -> NonFinite:
     masks = values.isnan().flatten(), values.isinf().flatten()
     nan, inf = (int(mask.sum()) for mask in masks)
     first_nan, first_inf = (
-        int(mask.byte().argmax()) if mask.any() else mask.numel() for mask in masks
+        int(mask.byte().argmax()) if number else mask.numel()
+        for mask, number in zip(masks, (nan, inf), strict=True)
     )
-    found = NonFinite(nan, inf, first_nan, first_inf, tuple(values.shape))
-    return found if nan or inf else None
+    return NonFinite(nan, inf, first_nan, first_inf, tuple(values.shape))
 
 
-class Known:
-    """Findings about tensors: each is examined once, until it is written to.
+class Flags:
+    """The flags of tensors: each is made once, until the tensor is written to, and read once.
 
     A tensor made in inference mode has no version that shows writes, and is examined each time.
     """
 
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Tensor], int, NonFinite | None]] = {}
+    def __init__(self, *, may_be_mapped: bool = False) -> None:
+        # In backward passes, by a `vmap` that is no transform.
+        self._may_be_mapped = may_be_mapped
+        self._known: dict[int, Flag] = {}
+        self._unread: list[tuple[Flag, Tensor]] = []
+        self._kept: list[Any] = []
+        self._num_bytes_left = _KEPT_BYTES
+        self._are_finite = True
 
-    def examine(self, tensor: Tensor) -> NonFinite | None:
-        """Return the result of the function `examine`.
-
-        Parameters
-        ----------
-        tensor : torch.Tensor
-            Of any kind.
-        """
-        # Most tensors are plain: what is asked here spares them a call.
-        is_counted = type(tensor) in _PLAIN and not tensor.is_inference()
-        version = tensor._version if is_counted else version_of(tensor)
-        known = self._found.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == version != -1:
-            return known[2]
-        found = examine(tensor)
-        self._found[id(tensor)] = weakref.ref(tensor), version, found
-        return found
-
-    def examine_all(self, values: Iterable[Any]) -> list[NonFinite]:
-        """Return the findings about those tensors in some values that may not be finite.
+    def of(self, values: Iterable[Any], *, keeps: bool = False) -> list[Flag]:
+        """Return the flags of those tensors in some values that may not be finite.
 
         Parameters
         ----------
         values : iterable
             Tensors, structures that hold some, or anything else.
+        keeps : bool, default False
+            Keep the values of the tensors until they are forgotten, within limits.
         """
-        found = []
+        flags: list[Flag] = []
         for value in values:
             if isinstance(value, Tensor):
-                parts = [value]
-            elif value is None or isinstance(value, _WITHOUT_TENSORS):
+                flag = self.of_tensor(value, keeps)
+                if flag is not None:
+                    flags.append(flag)
+            elif type(value) is tuple:
+                flags += self.of(value, keeps=keeps)
+            elif value is not None and not isinstance(value, _WITHOUT_TENSORS):
                 # Taking a structure apart takes longer than examining most tensors.
-                continue
-            else:
-                parts = tensors(value)
-            for tensor in parts:
-                one = self.examine(tensor)
-                if one is not None:
-                    found.append(one)
-        return found
+                found = [self.of_tensor(part, keeps) for part in tensors(value)]
+                flags += [flag for flag in found if flag is not None]
+        return flags
+
+    def of_tensor(self, tensor: Tensor, keeps: bool = False, leaf: Any = None) -> Flag | None:
+        """Return the flag of a tensor; None if it can't be but finite.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            Of any kind. Inside ``vmap``, the mapped dimension counts as the last.
+        keeps : bool, default False
+            As for `of`.
+        leaf : Node, optional
+            The node of the leaf of which this is a gradient.
+        """
+        try:
+            version = tensor._version if type(tensor) is Tensor else version_of(tensor)
+        except RuntimeError:
+            # Made in inference mode.
+            version = -1
+        flag = self._known.get(id(tensor))
+        # What is written to is examined again, and also what would not show that it is.
+        if flag is None or flag.reference() is not tensor or not flag.version == version != -1:
+            if self._may_be_mapped or private.transform_around() is not None:
+                tensor = private.unmapped(tensor, -1)
+            magnitudes = _magnitudes_of(tensor)
+            if not magnitudes:
+                return None
+            flag = self._known[id(tensor)] = Flag(tensor, version)
+            for magnitude in magnitudes:
+                self._unread.append((flag, magnitude))
+        if keeps and not flag.is_kept and self._num_bytes_left > 0:
+            self._keep(flag, tensor, leaf)
+        return flag
+
+    def _keep(self, flag: Flag, tensor: Tensor, leaf: Any) -> None:
+        has_storage = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        num_bytes = tensor.untyped_storage().nbytes() if has_storage else tensor.nbytes
+        if num_bytes <= self._num_bytes_left:
+            self._num_bytes_left -= num_bytes
+            self._kept.append(flag.keep(tensor, leaf))
+
+    def read(self) -> bool:
+        """Read all flags, one transfer for each device and dtype; return if all were finite."""
+        unread, self._unread = self._unread, []
+        # Tensors of equal shapes are stacked by one operation.
+        alike: dict[tuple[torch.device, torch.dtype, int], list[tuple[Flag, Tensor]]] = {}
+        for entry in unread:
+            magnitude = entry[1]
+            key = magnitude.device, magnitude.dtype, magnitude.dim()
+            alike.setdefault(key, []).append(entry)
+        together: dict[tuple[torch.device, torch.dtype], tuple[list[Flag], list[Tensor]]] = {}
+        for (device, dtype, _), entries in alike.items():
+            flags, stacked = together.setdefault((device, dtype), ([], []))
+            flags += [flag for flag, _ in entries]
+            stacked.append(torch.stack([magnitude for _, magnitude in entries]).view(-1))
+        for flags, stacked in together.values():
+            self._are_finite &= _note(flags, torch.cat(stacked))
+        return self._are_finite
+
+    def forget(self, _: Any = None) -> None:
+        """Let go of the values that were kept."""
+        self._kept.clear()
 
     def nodes(self) -> set[Any]:
         """Return the nodes of the graph that have made the tensors examined so far."""
-        known = self._found.values()
-        return {one.grad_fn for reference, *_ in known if (one := reference()) is not None}
+        known = [flag.reference() for flag in self._known.values()]
+        return {tensor.grad_fn for tensor in known if tensor is not None}
+
+
+def _note(flags: Sequence[Flag], magnitudes: Tensor) -> bool:
+    """Set the kinds of flags to what was found, and return whether all is finite."""
+    is_finite = True
+    for flag, magnitude in zip(flags, magnitudes.tolist(), strict=True):
+        kinds = flag.kinds or _FINITE
+        if not abs(magnitude) < math.inf:
+            is_finite = False
+            kinds |= {"nan" if math.isnan(magnitude) else "inf"}
+        flag.kinds = kinds
+    return is_finite
+
+
+def are_finite(values: Iterable[Any]) -> bool:
+    """Return whether all tensors among some values are finite."""
+    flags = Flags()
+    flags.of(values)
+    return flags.read()
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -177,15 +326,22 @@ def is_unset(function: str) -> bool:
     return function.removeprefix("new_").startswith("empty")
 
 
-class _Fault(NamedTuple):
-    """An operation that gave kinds which it was not given."""
+class _Examined(NamedTuple):
+    """An operation, with the flags of what it was given, and the kinds of numbers among that."""
 
     function: str
     index: int  # type: ignore[assignment]  # tuples have a method of this name
     output_spec: Any
     line: tuple[str, int, str]
-    given: frozenset[str]
-    made: frozenset[str]
+    received: list[Flag]
+    numbers: frozenset[str]
+    returned: list[Flag]
+
+    def given(self) -> frozenset[str]:
+        return kinds_of(self.received) | self.numbers
+
+    def made(self) -> frozenset[str]:
+        return kinds_made(self.given(), kinds_of(self.returned))
 
 
 class GuardedCode(ObservingMode):
@@ -196,38 +352,41 @@ class GuardedCode(ObservingMode):
     module : torch.nn.Module
         The module.
     local : object
-        The state of the pass, with the findings about its tensors.
+        The state of the pass, with the flags of its tensors.
     """
 
     def __init__(self, module: nn.Module, local: Any) -> None:
         super().__init__()
         self.module = module
         self._local = local
-        self._faults: list[_Fault] = []
+        self._examined: list[_Examined] = []
 
-    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[str]:
-        """Return the kinds among the inputs, numbers included."""
+    def before(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Flag], frozenset[str]]:
+        """Return the flags of the inputs, and the kinds of numbers among them."""
         # What stands in the place of a result is none of them.
         values = *args, *(value for name, value in kwargs.items() if name != "out")
-        return kinds_of(self._local.known.examine_all(values)) | frozenset(_numbers(values))
+        return self._local.flags.of(values), frozenset(_numbers(values))
 
     def after(self, function: str, index: int, given: Any, output: Any) -> None:
-        """Note an operation that has made something."""
-        if is_unset(function):
-            return
-        made = kinds_made(given, kinds_of(self._local.known.examine_all((output,))))
-        if made:
+        """Note an operation."""
+        received, numbers = given
+        returned = [] if is_unset(function) else self._local.flags.of((output,))
+        if returned:
             line = self.line()
-            self._faults.append(_Fault(function, index, describe(output), line, given, made))
+            seen = _Examined(function, index, describe(output), line, received, numbers, returned)
+            self._examined.append(seen)
 
     def operation(self, layer: Layer, kinds: Collection[str]) -> Operation | None:
         """Return the operation with which some kinds that a layer has made began.
 
         It is the first that made one of them, or an infinity which that one was given.
         """
-        fault = next((one for one in self._faults if one.made & set(kinds)), None)
-        if fault is not None and "inf" in fault.given:
-            fault = next(one for one in self._faults if one is fault or "inf" in one.made)
+        faults = [seen for seen in self._examined if seen.made()]
+        fault = next((seen for seen in faults if seen.made() & set(kinds)), None)
+        if fault is not None and "inf" in fault.given():
+            fault = next(seen for seen in faults if seen is fault or "inf" in seen.made())
         if fault is None:
             return None
         return Operation(layer, fault.function, fault.index, fault.output_spec, fault.line)

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from scio_recorder import Architecture
-from scio_recorder.analysis.guarding.checks import Action, Checks, GuardedCall
-from scio_recorder.analysis.guarding.finite import GuardedCode, Known
+from scio_recorder.analysis.guarding.checks import Action, Checks, GuardedCall, PassFlags
+from scio_recorder.analysis.guarding.finite import GuardedCode, kinds_of
 from scio_recorder.analysis.guarding.guarded_gradients import attach
 from scio_recorder.analysis.guarding.origin import KeptInputs, Origin
 from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
@@ -42,6 +42,14 @@ from scio_recorder.lowlevel import (
 from scio_recorder.tensors import booleans, private
 
 __all__ = ["Action", "Guard", "Origin"]
+
+_UNCOMPILED = (
+    'write `with torch.compiler.set_stance("force_eager"), rnet.guard(): ...`, where the same '
+    "network runs uncompiled"
+)
+# Of Python's interpreter, for each module in another one, with and without hooks on operations.
+_FRAMES_OF_CALL = {False: 5, True: 11}
+_SPARE_FRAMES = 60
 
 
 class Guard:
@@ -108,6 +116,8 @@ def guarded(
     gradients: bool,
     keep_inputs: bool,
     operations: bool,
+    scaler: Any,
+    immediate: bool,
 ) -> Iterator[Guard]:
     """Check every call of a network's modules inside a block.
 
@@ -120,17 +130,22 @@ def guarded(
         An argument has a value that can't work.
     FlowError
         No module of the network was called.
+    NonFiniteError
+        A pass that has failed, and was not checked yet, made a NaN or an infinity.
     UnsupportedNetError
         The network is compiled, in part or as a whole.
     """
-    booleans(ArgumentError, gradients=gradients, keep_inputs=keep_inputs, operations=operations)
-    checks, hooks = Checks(architecture, action, kinds), CallHooks()
-    modules, weights = _modules_of(architecture), WeightDigests() if keep_inputs else None
+    options = {"keep_inputs": keep_inputs, "operations": operations, "immediate": immediate}
+    booleans(ArgumentError, gradients=gradients, **options)
+    checks = Checks(architecture, action, kinds, scaler, immediate or keep_inputs)
+    modules, hooks = _modules_of(architecture, operations), CallHooks()
     warns = partial(
         warn_of_other_kernels, architecture.values(), modules, "guarded", of_functions=operations
     )
+    weights = WeightDigests() if keep_inputs else None
     calls = _GuardedCalls(checks, modules, warns, weights, gradients)
     wrappers = [_wrapper(one, checks) for one in modules] if operations else []
+    wrappers += [CallWrapper(one, calls.run) for one, name in modules.items() if not name]
     try:
         for wrapper in wrappers:
             wrapper.put_around()
@@ -138,6 +153,11 @@ def guarded(
         ends = partial(calls.begin), partial(calls.end)
         hooks.add(*[CallHook(one, name, *ends, always=True) for one, name in modules.items()])
         yield Guard(checks)
+    except Exception as error:
+        origin, checks.is_over = checks.late(), True
+        if origin is None:
+            raise
+        raise checks.error(origin) from error
     except BaseException:
         checks.is_over = True
         raise
@@ -146,16 +166,24 @@ def guarded(
         for wrapper in wrappers:
             wrapper.remove()
         calls.forget(None)
+        checks.local.flags = PassFlags()
+    _check_that_it_ran(checks, hooks)
+
+
+def _check_that_it_ran(checks: Checks, hooks: CallHooks) -> None:
     if hooks.compiled:
         raise UnsupportedNetError(
             f"the module {next(iter(hooks.compiled))!r} ran as compiled code inside the block, "
-            "which can't be guarded: leave the network uncompiled there"
+            f"which can't be guarded: {_UNCOMPILED}"
         )
     if not checks.num_passes:
         raise FlowError(
             "nothing was guarded: the network was not called inside the block, or a copy of it "
             "was called, or it was compiled before"
         )
+    origin = checks.late()
+    if origin is not None:
+        raise checks.error(origin)
 
 
 def _wrapper(module: nn.Module, checks: Checks) -> CallWrapper:
@@ -167,17 +195,26 @@ def _wrapper(module: nn.Module, checks: Checks) -> CallWrapper:
     return CallWrapper(module, partial(run_in_mode, checks.local, mode))
 
 
-def _modules_of(architecture: Architecture) -> dict[nn.Module, str]:
+def _modules_of(architecture: Architecture, operations: bool) -> dict[nn.Module, str]:
     """Return the modules that take hooks, with their names."""
     modules = {
         row.module: row.name
         for row in architecture.values()
         if row.module is not None and takes_hooks(row.module)
     }
-    if private.DYNAMO in sys.modules and any(map(private.is_compiled, modules)):
+    is_uncompiled = private.DYNAMO not in sys.modules or private.runs_uncompiled()
+    if not is_uncompiled and any(map(private.is_compiled, modules)):
         raise UnsupportedNetError(
             "the network is compiled, in part or as a whole, and compiled code ignores hooks: "
-            "guard the uncompiled network"
+            f"{_UNCOMPILED}"
+        )
+    depth = max(name.count(".") + 2 if name else 1 for name in modules.values())
+    needed = len([*interpreter.stack()]) + depth * _FRAMES_OF_CALL[operations] + _SPARE_FRAMES
+    if needed > sys.getrecursionlimit():
+        raise UnsupportedNetError(
+            f"modules lie {depth} deep inside each other, and a guarded call of each needs "
+            f"{_FRAMES_OF_CALL[operations]} frames of Python: write sys.setrecursionlimit"
+            f"({2 * needed}) before the block"
         )
     return modules
 
@@ -195,40 +232,55 @@ class _GuardedCalls:
     weights: WeightDigests | None
     has_gradients: bool
 
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the network; torch calls hooks after an error, and silences what these raise."""
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            origin = None if self.checks.local.calls else self.checks.late()
+            if origin is None:
+                raise
+            raise self.checks.error(origin) from error
+
     def _begin_pass(self) -> None:
         """Begin a pass: a call that is part of no other."""
         checks, local = self.checks, self.checks.local
-        local.known = Known()
         if self.warns is not None and self.warns():
             self.warns = None
         # Checkpointing calls modules again in a backward pass, as part of a pass that was counted.
-        if private.backward_pass() == -1:
-            refuse_transforms("guarded")
-            local.counts.clear()
-            local.pass_number = checks.begin_pass()
+        if private.backward_pass() != -1:
+            local.flags = checks.backward_flags()
+            return
+        refuse_transforms("guarded")
+        origin = checks.late()
+        local.flags = PassFlags()
+        local.counts.clear()
+        local.pass_number = checks.begin_pass()
+        if origin is not None:
+            raise checks.error(origin)
 
     def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Examine the inputs of a call that begins, since the module may work in place."""
         checks, local = self.checks, self.checks.local
         # A frame that a variable of its own held would live until garbage is collected.
         frame = interpreter.frame_around(2)  # a hook's caller
-        around = self.forget(frame)
-        if around is None:
+        if not local.calls or self.forget(frame) is None:
             self._begin_pass()
-        values = *args, *kwargs.values()
-        call = GuardedCall(name, local.pass_number, around, frame)
+        call = GuardedCall(name, local, frame, interpreter.frame_around(3))
+        is_pass = not local.calls
         local.calls.append(call)
-        if not checks.is_over:
-            call.received = local.known.examine_all(values)
-            if around is None:
-                call.nodes_of_inputs = local.known.nodes()
-            if self.weights is not None:
-                layer, inputs = checks.layer_of(call), Inputs(args, kwargs)
-                call.kept = KeptInputs(layer, module, inputs, self.weights)
-            # Another module's code, if this is a copy that shares what stands around its call.
-            if local.own_code is not None and local.own_code.module is module:
-                call.code = local.own_code
-                call.code.is_paused = False
+        if checks.is_over:
+            return
+        call.received = call.flags.of((*args, *kwargs.values()))
+        if is_pass and self.has_gradients:
+            call.nodes_of_inputs = call.flags.nodes()
+        if self.weights is not None:
+            layer, inputs = checks.layer_of(call), Inputs(args, kwargs)
+            call.kept = KeptInputs(layer, module, inputs, self.weights)
+        # Another module's code, if this is a copy that shares what stands around its call.
+        if local.own_code is not None and local.own_code.module is module:
+            call.code = local.own_code
+            call.code.is_paused = False
 
     def forget(self, frame: FrameType | None) -> GuardedCall | None:
         """Forget calls of which a frame is no part; return the innermost of which it is one."""
@@ -240,31 +292,54 @@ class _GuardedCalls:
         return None
 
     def end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Examine the output of a call that has returned."""
+        """Examine the output of a call that has returned; one that has failed has None."""
         checks, local = self.checks, self.checks.local
         if local.own_code is not None:
             local.own_code.is_paused = True
         frame = interpreter.frame_around(2)  # a hook's caller
         calls = local.calls
+        failed = None
         if calls and calls[-1].frame is not frame:
-            self.forget(frame)
-        # The call may have failed, or a hook ahead of ours, so that it never began.
-        if not calls or calls[-1].frame is not frame:
+            failed = next((call for call in reversed(calls) if call.caller is frame), None)
+            while failed is not None and calls[-1] is not failed:
+                calls.pop().release()
+            if failed is None:
+                self.forget(frame)
+        # A hook ahead of ours may have failed, so that it never began.
+        if not calls or (failed is None and calls[-1].frame is not frame):
             return
         call = calls.pop()
         call.number = local.counts.get(name, 0)
         local.counts[name] = call.number + 1
         try:
-            if checks.is_over:
-                return
-            returned = local.known.examine_all((output,))
-            if returned and call.kept is not None:
-                call.kept.end(output)
-            if returned:
-                checks.check(call, "forward", call.received, returned)
-            if returned and call.around is None:
-                checks.check_whole("forward", returned)
-            if self.has_gradients and torch.is_grad_enabled():
-                attach(checks, call, output)
+            if not checks.is_over:
+                self._examine(call, output, has_failed=failed is not None)
         finally:
             call.release()
+
+    def _examine(self, call: GuardedCall, output: Any, *, has_failed: bool) -> None:
+        checks, flags = self.checks, call.flags
+        returned = flags.of((output,), keeps=True)
+        if returned:
+            flags.waiting.append((Checks.check_call, call, returned, call.code))
+            if call.around is None:
+                flags.waiting.append((Checks.check_whole, "forward", returned))
+        if has_failed:
+            # What a hook raises is lost now, so it waits for who stands around the network's call.
+            if call.around is None and flags.task == -1:
+                with contextlib.suppress(RuntimeError):
+                    checks.local.late = checks.settle(flags)
+            return
+        if self.has_gradients and torch.is_grad_enabled():
+            attach(checks, call, output)
+        if (
+            checks.is_immediate
+            and call.kept is not None
+            and not flags.read()
+            and kinds_of(returned)
+        ):
+            call.kept.end(output)
+        if checks.is_immediate or (call.around is None and flags.task == -1):
+            origin = checks.settle(flags)
+            if origin is not None:
+                raise checks.error(origin)

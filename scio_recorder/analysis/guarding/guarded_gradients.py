@@ -13,7 +13,7 @@ alone.
 Each node is visited once, for the innermost call that it belongs to: a walk that leaves this call
 continues when the call around it returns. If a gradient that leaves is not finite, the innermost
 call is checked first, and then those around it that it leaves too. Nodes own the hooks, which go
-with the graph. They hold the guard weakly, and no module.
+with the graph. They hold the guard weakly, and no module. On a GPU, other threads call them.
 
 A write into an output that is a view takes the node that made this output out of the graph, but not
 the one that made the base of the view. There the gradient is examined instead. A call is checked
@@ -33,12 +33,13 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from scio_recorder.analysis.guarding.checks import Checks, GuardedCall
-from scio_recorder.analysis.guarding.finite import NonFinite
 from scio_recorder.tensors import private, tensors
 
 _Checks: TypeAlias = weakref.ref[Checks]
 # Leaves are numbered as if they came after everything else.
 _LEAF = 1 << 63
+# The call that a gradient stays in, None for none, and the node of the leaf whose gradient it is.
+_Exit: TypeAlias = tuple[GuardedCall | None, Any]
 
 
 def attach(checks: Checks, call: GuardedCall, output: Any) -> None:
@@ -87,13 +88,13 @@ def _attach_behind(
         if checks in node.metadata:
             continue
         node.metadata[checks] = True
-        exits: dict[int, Any] = {}
+        exits: dict[int, _Exit] = {}
         for edge, (target, _) in enumerate(node.next_functions):
             owner = None if target is None else _owner_of(target, call)
             if owner is call:
                 own.append(target)
             elif target is not None:
-                exits[edge] = target
+                exits[edge] = owner, target if private.place_of(target) >= _LEAF else None
                 if owner is not None and checks not in target.metadata:
                     nodes_around.append(target)
         if exits:
@@ -108,47 +109,46 @@ def _enter(
     given: Sequence[Tensor | None],
 ) -> None:
     """Examine a gradient that enters a call; at the base of a view only if none came there."""
-    checks, gradient, task = reference(), given[number], private.backward_pass()
+    checks, gradient = reference(), given[number]
     if checks is None or checks.is_over or gradient is None:
         return
-    if not is_base or call.entered(task) is None:
-        found = checks.local.known.examine(gradient)
-        call.enter(task, found)
-        if found is not None and call.around is None:
-            checks.check_whole("gradient", [found])
+    flags = checks.backward_flags()
+    if not is_base or call.entered(flags.task) is None:
+        flag = flags.of_tensor(gradient)
+        call.enter(flags, flag)
+        if flag is not None and call.around is None:
+            checks.wait(flags, Checks.check_whole, "gradient", [flag])
 
 
 def _leave(
     reference: _Checks,
     call: GuardedCall,
-    exits: Mapping[int, Any],
+    exits: Mapping[int, _Exit],
     made: Sequence[Tensor | None],
     _given: Sequence[Tensor | None],
 ) -> None:
     """Examine the gradients that leave a call from a node."""
     checks = reference()
-    for edge, target in exits.items():
+    if checks is None or checks.is_over:
+        return
+    flags = checks.backward_flags()
+    for edge, (owner, leaf) in exits.items():
         gradient = made[edge]
-        if checks is not None and not checks.is_over and gradient is not None:
-            found = checks.local.known.examine(gradient)
-            if found is not None or gradient.grad_fn is not None:
-                _check(checks, gradient, found, call, target)
-
-
-def _check(
-    checks: Checks, gradient: Tensor, found: NonFinite | None, call: GuardedCall, target: Any
-) -> None:
-    """Check the calls, from one outwards, that a gradient leaves on its way to a node."""
-    leaf = target if private.place_of(target) >= _LEAF else None
-    left: GuardedCall | None = call
-    owner, task = _owner_of(target, call), private.backward_pass()
-    # A call that has not returned yet differentiates what is inside it.
-    while left is not None and left is not owner and left.number is not None:
-        received = left.entered(task)
-        if found is not None and received is not None:
-            checks.check(left, "gradient", received, [found], leaf)
+        if gradient is None:
+            continue
         if gradient.grad_fn is not None:
-            # A second backward pass may enter here.
-            enter = partial(_enter, weakref.ref(checks), left, gradient.output_nr, False)
-            gradient.grad_fn.register_prehook(enter)
+            _enter_again(reference, gradient, call, owner)
+        flag = flags.of_tensor(gradient, keeps=True, leaf=leaf)
+        if flag is not None:
+            checks.wait(flags, Checks.check_gradient, call, owner, leaf, flag, flags.place)
+
+
+def _enter_again(
+    reference: _Checks, gradient: Tensor, call: GuardedCall, owner: GuardedCall | None
+) -> None:
+    """Let a second backward pass enter the calls, from one outwards, that a gradient leaves."""
+    left: GuardedCall | None = call
+    while left is not None and left is not owner and left.number is not None:
+        enter = partial(_enter, reference, left, gradient.output_nr, False)
+        gradient.grad_fn.register_prehook(enter)  # type: ignore[union-attr]  # asked by the caller
         left = left.around

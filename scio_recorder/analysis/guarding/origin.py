@@ -78,18 +78,20 @@ class Origin:
         Whether the fault is in its output, or in the gradients that it gave back.
     pass_number : int
         The number of the pass in the block, from 0 on; for a gradient, of the differentiated pass.
-    num_nan, num_inf : int
+    num_nan, num_inf : int or None
         How many of each it made: in its whole output, or in the first gradient that is not finite.
+        None if that was gone or overwritten when the pass ended. Up to 64 MiB of a pass are kept.
     num_values : int
         The number of values among which these were counted.
-    index : tuple of int
-        The index of the first of them, in the first tensor that has any.
+    index : tuple of int or None
+        The index of the first of them, in the first tensor that has any; None as these.
     parameter : str or None
         Name of the module's parameter, if this is the gradient of one.
     inputs_finite : bool
         Whether all its inputs, or the gradients of its outputs, were finite.
-    weights_finite : bool
-        Whether the module's parameters and buffers are finite.
+    weights_finite : bool or None
+        Whether the module's parameters and buffers are finite; None for a gradient if they were
+        written to in that backward pass.
     operation : Operation or None
         With ``operations=True``, the operation in the call's own code with which the fault began:
         the first that gives a NaN or an infinity which it was not given, numbers included. None
@@ -99,15 +101,16 @@ class Origin:
     layer: Layer
     direction: Direction
     pass_number: int
-    num_nan: int
-    num_inf: int
+    num_nan: int | None
+    num_inf: int | None
     num_values: int
-    index: tuple[int, ...]
+    index: tuple[int, ...] | None
     parameter: str | None
     inputs_finite: bool
-    weights_finite: bool
+    weights_finite: bool | None
     operation: Operation | None
     _architecture: Architecture = field(repr=False)
+    _kinds: frozenset[str] = field(repr=False)
     _kept: KeptInputs | None = field(repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -159,17 +162,26 @@ class Origin:
     def __str__(self) -> str:
         counts = ((self.num_nan, "NaN"), (self.num_inf, "infinite"))
         made = " and ".join(f"{count:,} {kind}" for count, kind in counts if count)
+        first = f", the first at {list(self.index)}" if self.index else ""
+        if self.num_nan is None:
+            made = "NaNs" if "nan" in self._kinds else "infinities"
+            first = " (how many is not known, since the tensor was gone or overwritten when the "
+            first += "pass ended: write guard(immediate=True))"
         what, given = "what it returned", "its inputs"
         if self.direction == "gradient":
             of = "its inputs" if self.parameter is None else f"its parameter {self.parameter!r}"
             what, given = f"the gradient of {of}", "the gradients of its outputs"
-        first = f", the first at {list(self.index)}" if self.index else ""
-        states = ((given, self.inputs_finite), ("its weights", self.weights_finite))
-        said = [f"{name} were {'' if is_so else 'not '}finite" for name, is_so in states]
-        if self.inputs_finite and self.weights_finite:
-            said = [f"{given} and its weights were finite"]
         operation = "" if self.operation is None else f"; {self.operation.made_at}"
+        amount = f"{'among' if self.num_nan is None else 'of'} {self.num_values:,} values"
         return (
-            f"layer {self.layer} made {made} of {self.num_values:,} values in {what}, in pass "
-            f"{self.pass_number}{first}: {' and '.join(said)}{operation}"
+            f"layer {self.layer} made {made} {amount} in {what}, in pass {self.pass_number}"
+            f"{first}: {self._states(given)}{operation}"
         )
+
+    def _states(self, given: str) -> str:
+        if self.inputs_finite and self.weights_finite:
+            return f"{given} and its weights were finite"
+        said = f"{given} were {'' if self.inputs_finite else 'not '}finite"
+        if self.weights_finite is None:
+            return f"{said}, and its weights have changed since"
+        return f"{said} and its weights were {'' if self.weights_finite else 'not '}finite"

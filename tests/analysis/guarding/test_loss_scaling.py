@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import gc
+import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from scio_recorder import NonFiniteError, Recorder
+from scio_recorder.errors import ArgumentError
 from tests.analysis.guarding.nonfinite import Do
 
 
@@ -25,6 +27,9 @@ class Training:
         self.x = torch.randn(6, 4)
         self.rnet = Recorder(self.net, input_data=self.x, verbose=0)
 
+    def guard(self) -> Any:
+        return self.rnet.guard(scaler=self.scaler)
+
     def loss(self) -> Tensor:
         with torch.autocast("cpu", torch.float16):
             return self.net(self.x).float().square().mean() * 1.0
@@ -38,7 +43,7 @@ class Training:
 
 def test_overflows_of_a_scaled_loss_are_expected_and_counted() -> None:
     training = Training(scale=2.0**24)
-    with training.rnet.guard() as guard:
+    with training.guard() as guard:
         for _ in range(20):
             training.step()
     skipped = round(24 - torch.tensor(training.scaler.get_scale()).log2().item())
@@ -49,7 +54,7 @@ def test_overflows_of_a_scaled_loss_are_expected_and_counted() -> None:
 
 def test_a_step_outside_the_block_counts_as_well() -> None:
     training = Training(scale=2.0**40)
-    with training.rnet.guard() as guard:
+    with training.guard() as guard:
         training.scaler.scale(training.loss()).backward()
     assert guard.num_skipped_steps == 0
     training.scaler.step(training.optimizer)
@@ -60,7 +65,7 @@ def test_a_step_outside_the_block_counts_as_well() -> None:
 
 def test_several_backward_passes_of_a_step_count_once() -> None:
     training = Training(scale=2.0**40)
-    with training.rnet.guard() as guard:
+    with training.guard() as guard:
         for _ in range(3):
             training.scaler.scale(training.loss()).backward()
         training.scaler.step(training.optimizer)
@@ -71,7 +76,7 @@ def test_several_backward_passes_of_a_step_count_once() -> None:
 def test_what_no_smaller_scale_mends_is_found() -> None:
     sqrt = nn.Sequential(Do(lambda x: x * 0), Do(lambda x: x.float().sqrt()))
     training = Training(sqrt, scale=8.0)
-    with training.rnet.guard() as guard:
+    with training.guard() as guard:
         for _ in range(3):
             training.step()
         with pytest.raises(NonFiniteError) as caught:
@@ -81,28 +86,71 @@ def test_what_no_smaller_scale_mends_is_found() -> None:
     assert guard.num_skipped_steps == 3
 
 
-def test_a_loss_that_is_not_scaled_has_no_excuse() -> None:
-    sqrt = nn.Sequential(Do(lambda x: x * 0), Do(lambda x: x.float().sqrt()))
-    training = Training(sqrt, scale=2.0**16)
-    training.scaler.scale(torch.ones(()))
-    with training.rnet.guard(), pytest.raises(NonFiniteError):
-        training.net(training.x).sum().backward()
-    training.scaler = torch.amp.GradScaler("cpu", enabled=False)
-    with training.rnet.guard(), pytest.raises(NonFiniteError):
+def test_who_gives_no_scaler_is_told_of_the_first_overflow() -> None:
+    # The gradients of the last module's output just fit.
+    layers = Do(lambda x: x / 300), Do(lambda x: x * 300)
+    training = Training(*layers, scale=2.0**16)
+    with (
+        training.rnet.guard() as guard,
+        pytest.raises(NonFiniteError, match=r"GradScaler.*write guard\(scaler=scaler\)") as caught,
+    ):
         training.step()
+    assert (caught.value.origin.direction, caught.value.origin.layer.name) == ("gradient", "3")
+    assert guard.num_skipped_steps == 0
+    # With the larger one, those of the network's output overflow already.
+    for scale in (2.0**16, 2.0**24):
+        training = Training(*layers, scale=scale)
+        with (
+            training.rnet.guard(action="warn"),
+            pytest.warns(UserWarning, match=r"write guard\(scaler=scaler\)"),
+        ):
+            training.step()
+
+
+def test_a_scaler_that_does_not_scale_excuses_nothing() -> None:
+    sqrt = nn.Sequential(Do(lambda x: x * 0), Do(lambda x: x.float().sqrt()))
+    training = Training(sqrt, scale=1.0)
+    with training.guard(), pytest.raises(NonFiniteError) as caught:
+        training.step()
+    # Who has given a scaler needs no advice.
+    assert "scaler" not in str(caught.value)
+    training = Training(sqrt, scale=2.0**16, enabled=False)
+    with training.guard(), pytest.raises(NonFiniteError):
+        training.step()
+
+
+def test_steps_of_accumulated_gradients_are_as_without_a_guard() -> None:
+    training = Training(scale=2.0**20)
+    twin = copy.deepcopy(training.net)
+    with training.guard() as guard:
+        for _ in range(12):
+            training.optimizer.zero_grad()
+            for _ in range(2):
+                training.scaler.scale(training.loss()).backward()
+            training.scaler.step(training.optimizer)
+            training.scaler.update()
+    bare = Training(scale=2.0**20)
+    bare.net.load_state_dict(twin.state_dict())
+    for _ in range(12):
+        bare.optimizer.zero_grad()
+        for _ in range(2):
+            bare.scaler.scale(bare.loss()).backward()
+        bare.scaler.step(bare.optimizer)
+        bare.scaler.update()
+    assert training.scaler.get_scale() == bare.scaler.get_scale()
+    assert guard.num_skipped_steps == 20 - torch.tensor(bare.scaler.get_scale()).log2() > 0
+    for ours, plain in zip(training.net.parameters(), bare.net.parameters(), strict=True):
+        assert torch.equal(ours, plain)
 
 
 def test_forward_passes_have_no_excuse() -> None:
     training = Training(Do(torch.log), scale=2.0**16)
-    with training.rnet.guard(), pytest.raises(NonFiniteError) as caught:
+    with training.guard(), pytest.raises(NonFiniteError) as caught:
         training.step()
     assert caught.value.origin.direction == "forward"
 
 
-def test_a_guard_keeps_no_scaler() -> None:
-    training = Training(scale=2.0**40)
-    with training.rnet.guard() as guard:
-        training.scaler.scale(training.loss()).backward()
-    del training
-    gc.collect()
-    assert guard.num_skipped_steps == 0
+def test_what_is_no_scaler_is_refused() -> None:
+    training = Training(scale=2.0)
+    with pytest.raises(ArgumentError, match="write the GradScaler"):
+        training.rnet.guard(scaler=True).__enter__()  # type: ignore[arg-type]  # no scaler
