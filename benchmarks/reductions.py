@@ -31,7 +31,9 @@ def main() -> None:
     table = Table(title=f"reductions, one thread, {rounds} rounds, torch {torch.__version__}")
     for heading in ("reduction", "batches", "beside", "ratio", "quartiles", "bar", "error"):
         table.add_column(heading)
-    for row in [*moments_rows(rounds), *covariance_rows(rounds), *quantile_rows(rounds)]:
+    of_moments, of_covariances = moments_rows(rounds), covariance_rows(rounds)
+    of_values = [*histogram_rows(rounds), *quantile_rows(rounds)]
+    for row in [*of_moments, *of_covariances, *of_values]:
         table.add_row(*row)
     Console(width=130).print(table)
 
@@ -116,6 +118,27 @@ def covariance_rows(rounds: int) -> list[tuple[str, ...]]:
         result = reduced(reductions.Covariance, batches).compute().covariance
         error = worst(result, exact, deviations.unsqueeze(1) * deviations)
         rows.append(("Covariance", describe(batches), "addmm_", *ratio, "1.15", error))
+    return rows
+
+
+def histogram_rows(rounds: int) -> list[tuple[str, ...]]:
+    rows = []
+    for shape, count in [((512, 64), 16), ((256, 1024), 8)]:
+        batches = [torch.randn(shape) for _ in range(count)]
+
+        def make() -> reductions.Histogram:
+            return reductions.Histogram(50, (-4.0, 4.0))
+
+        ratio = ratios(
+            lambda batches=batches: reduced(make, batches).compute(),
+            lambda batches=batches: [torch.histc(b, 50, -4.0, 4.0) for b in batches],
+            rounds,
+        )
+        result = reduced(make, batches).compute()
+        values = torch.cat(batches).double()
+        exact = torch.histogram(values.flatten(), result.edges).hist
+        error = f"{int((result.counts - exact).abs().sum())} values"
+        rows.append(("Histogram", describe(batches), "torch.histc", *ratio, "1.50", error))
     return rows
 
 

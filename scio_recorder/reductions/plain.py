@@ -233,7 +233,7 @@ class Moments(SampleReduction):
             self._waiting, self._seen = None, self._seen + count
             apart = sums / self._seen
             self._mean = self._mean + apart
-            self._squares = (self._squares + squares - apart * sums).clamp_(min=0)
+            self._squares = self._squares + squares - apart * sums
 
     def _join(self, count: int, mean: Tensor, squares: Tensor) -> None:
         self._mean, apart = join_means(self._seen, self._mean, count, mean)

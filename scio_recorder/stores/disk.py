@@ -3,9 +3,10 @@
 NOTE [One chunk behind]
 
 Filling a chunk waits for the net and for memory, and making a chunk durable waits for the disk. So
-a full chunk goes to a thread, and the loop fills another one in the meantime. The next chunk is
-handed over only when the last one is durable. So there are never more than two, and a disk that is
-slower than the net slows the loop down.
+a full chunk goes to a thread, which has one block written while it computes the checksum of the
+next, and the loop fills another chunk in the meantime. The next chunk is handed over only when the
+last one is durable. So there are never more than two, and a disk that is slower than the net slows
+the loop down.
 
 Samples and state that were handed over must not change until they are durable. After a failure
 nothing more is written: a chunk after a missing one would leave a gap, and durable samples must be

@@ -93,9 +93,10 @@ def test_merging_two_dtypes_gives_the_wider_one(make, dtypes):
 
 
 def test_equal_values_have_no_variance_and_never_a_negative_one() -> None:
-    moments = Moments()
+    moments, values = Moments(), torch.rand(1000, dtype=torch.float64)
     for _ in range(50):
-        moments.update(torch.tensor([[0.1, 1e30, -3.3]]).double())
+        # The mean of seven equal values is another one for many of these.
+        moments.update(values.expand(7, -1))
     variance = moments.compute().variance
     assert (variance >= 0).all()
-    assert (variance <= 1e-30 * torch.tensor([0.01, 1e60, 10.0])).all()
+    assert (variance <= 1e-30 * values.square()).all()

@@ -8,6 +8,7 @@ import mmap
 import pickle
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ from scio_recorder import CollectError, Recorder, RecordingError, Tokens, open_r
 from scio_recorder.layer import TensorSpec
 from scio_recorder.stores import Column, Device, Disk, Host
 from scio_recorder.stores import memory as planning
+from scio_recorder.stores.disk_format import folder, tensor_file
+from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES
 from scio_recorder.stores.memory import HostBuffer
 from scio_recorder.testing import StoreTests
 from tests.recording.nets import Pair, assert_same, batches, expected, recorder
@@ -422,3 +425,47 @@ def test_a_working_directory_that_was_deleted_has_a_disk(tmp_path, monkeypatch):
     rnet.record("")
     batches = [torch.ones(4, 2)]
     assert torch.equal(rnet.collect(batches, progress=False)[0, 1], rnet.net(batches[0]))
+
+
+def test_copies_checksums_and_writes_overlap(tmp_path, monkeypatch):
+    chunks, blocks = 4, 3
+    begun, changed = Counter(), threading.Condition()
+    write, checksum = folder.write_at, tensor_file.checksum
+
+    def begin(stage):
+        with changed:
+            begun[stage] += 1
+            changed.notify_all()
+            return begun[stage]
+
+    def until(stage, number):
+        with changed:
+            assert changed.wait_for(lambda: begun[stage] >= number, timeout=30), stage
+
+    def copying(activation, batch):
+        begin("copy")
+        return activation
+
+    def digesting(data):
+        if len(data) == BLOCK_BYTES:
+            begin("checksum")
+        return checksum(data)
+
+    def writing(descriptor, offset, data):
+        if len(data) == BLOCK_BYTES:
+            number = begin("write")
+            # A slow disk: it goes on when the next block is digested, and the next batch copied.
+            until("checksum", number + (number % blocks > 0))
+            until("copy", min(chunks, (number - 1) // blocks + 2))
+        write(descriptor, offset, data)
+
+    monkeypatch.setattr(folder, "write_at", writing)
+    monkeypatch.setattr(tensor_file, "checksum", digesting)
+    rnet = Recorder(nn.Identity(), input_size=(1, blocks, BLOCK_BYTES // 4))
+    rnet.record("0-1")
+    data = [torch.full((1, blocks, BLOCK_BYTES // 4), float(i)) for i in range(chunks)]
+    store = Disk(tmp_path / "run", chunk_bytes=blocks * BLOCK_BYTES)
+    recording = rnet.collect(data, store=store, transform=copying)
+    assert begun == {"copy": chunks, "checksum": chunks * blocks, "write": chunks * blocks}
+    monkeypatch.undo()
+    assert torch.equal(recording["0-1"][:], torch.cat(data))

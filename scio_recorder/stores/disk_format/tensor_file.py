@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -329,18 +330,24 @@ def file_writer(
 def _write(write_at: WriteAt, tensors: Mapping[str, Tensor], layout: FileLayout) -> str:
     """Write a file from the tensors' own memory.
 
-    The header is written last. While a block is in the processor's cache for its checksum, it is
-    copied to that of the system.
+    The header is written last. While a block is written, the checksum of the next one is computed.
     """
     blocks = []
+    writing: Future[None] | None = None
     done = layout.header_bytes
-    for name in layout.starts:
-        data = _bytes_of(tensors[name])
-        for start in range(0, len(data), BLOCK_BYTES):
-            block = data[start : start + BLOCK_BYTES]
-            blocks.append(checksum(block))
-            write_at(done, block)
-            done += len(block)
+    with ThreadPoolExecutor(1) as pool:
+        for name in layout.starts:
+            data = _bytes_of(tensors[name])
+            for start in range(0, len(data), BLOCK_BYTES):
+                block = data[start : start + BLOCK_BYTES]
+                # After a failure, no more than one other block is written.
+                earlier, writing = writing, pool.submit(write_at, done, block)
+                blocks.append(checksum(block))
+                done += len(block)
+                if earlier is not None:
+                    earlier.result()
+        if writing is not None:
+            writing.result()
     header = layout.header("".join(blocks))
     write_at(0, header)
     return _checksum_of(header)
