@@ -192,10 +192,8 @@ class _Runs:
 
     def starts_again(self) -> bool:
         """Whether a run may have written to weights, uncounted: then all weights are put back."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for doubt in self._doubts:
-            by_device.setdefault(doubt.device, []).append(doubt)
-        self._is_thorough = any(bool(torch.stack(some).any()) for some in by_device.values())
+        doubts = [doubt.to(self._doubts[0].device) for doubt in self._doubts]
+        self._is_thorough = bool(doubts) and bool(torch.stack(doubts).any())
         self._doubts = []
         return self._is_thorough
 
@@ -329,15 +327,11 @@ def _has_positions(tensor: Tensor, first: Tensor | None = None) -> bool:
 
 def _have_partners(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
     """Whether all tensors with positions are of one shape in two runs, but for their lengths."""
-    firsts = pairs[0] if pairs else (torch.empty(0), torch.empty(0))
-    if not all(map(_has_positions, firsts)):
+    if not (pairs and all(map(_has_positions, pairs[0]))):
         return False
     kinds = [
-        [
-            (x.dtype, len(x), x.shape[2:]) if _has_positions(x, first) else None
-            for x in (pair[side] for pair in pairs)
-        ]
-        for side, first in enumerate(firsts)
+        [_has_positions(x, first) and (x.dtype, len(x), x.shape[2:]) for x in side]
+        for first, side in zip(pairs[0], zip(*pairs, strict=True), strict=True)
     ]
     return kinds[0] == kinds[1]
 

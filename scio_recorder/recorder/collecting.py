@@ -718,7 +718,7 @@ class Collecting(nn.Module):
         ----------
         clean, corrupted : Tensor, tuple or dict
             The inputs of the two runs: one tensor, several, or some by keyword. Layers must return
-            the same shapes on both.
+            the same shapes on both, but for dimension 1 if positions are listed.
         metric : callable
             Takes the network's output, and returns a number or a tensor of shape ().
         positions : None, "all" or list of int

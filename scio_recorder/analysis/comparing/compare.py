@@ -390,8 +390,6 @@ class Comparison:
             _ComparedLayer(pair, pair.reference.label in reference.digested) for pair in pairs
         ]
         self._num_samples = 0
-        # The figures of tensors of the current block, by the ids of both.
-        self._known: dict[tuple[int, int], tuple[Any, Any, Figures]] = {}
         self._networks = [side for side in (reference, candidate) if isinstance(side, NetworkSide)]
         self._nets = [*{id(side.net): side.net for side in self._networks}.values()]
         modules = [{*side.net.modules()} for side in self._networks]
@@ -501,7 +499,9 @@ class Comparison:
         paired = list(zip(layers, outputs, inputs, strict=True))
         returned = [pair for _, pairs, _ in paired if not isinstance(pairs, str) for pair in pairs]
         received = [pair for _, _, pairs in paired if pairs is not None for pair in pairs.pairs]
-        figures = self._measured(received, only_counts=True) | self._measured(returned)
+        figures = self._measured(returned)
+        rest = [pair for pair in received if pair.key not in figures]
+        figures |= self._measured(rest, only_counts=True)
         for layer, own, others in paired:
             same = _received(others, figures)
             layer.receive(same.same)
@@ -538,14 +538,12 @@ class Comparison:
         self, pairs: Sequence[PartPair], *, only_counts: bool = False
     ) -> dict[tuple[int, int], Figures]:
         """Measure parts, each pair once: one layer's output is often another one's."""
-        distinct = {pair.key: pair for pair in pairs}
+        distinct = {pair.key: pair for pair in pairs if pair.is_of_one_shape}
         held = {key: pair for key, pair in distinct.items() if isinstance(pair.reference, Tensor)}
-        held = {key: pair for key, pair in held.items() if pair.is_of_one_shape}
         figures = measure_all([*held.values()], self._tolerance, only_counts=only_counts)
         values = {
-            key: measure_values(*pair, self._tolerance)
-            for key, pair in distinct.items()
-            if not isinstance(pair.reference, Tensor)
+            key: measure_values(*distinct[key], self._tolerance)
+            for key in distinct.keys() - held.keys()
         }
         return values | dict(zip(held, figures, strict=True))
 
