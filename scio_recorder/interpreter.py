@@ -14,9 +14,7 @@ import linecache
 import sys
 from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FrameType, TracebackType
-from typing import Any, TypeVar
-
-_T = TypeVar("_T")
+from typing import Any
 
 # Returns the frame of the caller, or with a number n that of the n-th one around it. It is a
 # builtin, since hooks ask.
@@ -157,12 +155,6 @@ def _called_at(code: CodeType, at: int) -> tuple[list[str], str | None]:
 
 
 # -- objects and classes ---------------------------------------------------------------------------
-
-
-def all_of(kind: type[_T]) -> Iterator[_T]:
-    """Yield all objects of a class that the garbage collector knows; this takes long."""
-    # Proxies of other libraries answer isinstance for the object behind them.
-    return (value for value in gc.get_objects() if issubclass(type(value), kind))
 
 
 def is_defined_in_python(kind: type) -> bool:

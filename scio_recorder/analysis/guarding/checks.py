@@ -54,10 +54,6 @@ _SCALED = (
 )
 
 
-def _nothing() -> None:
-    """Stand for a weak reference to what is gone."""
-
-
 class PassFlags(Flags):
     """The flags of a pass or a backward pass, and the checks that wait for them.
 
@@ -79,9 +75,10 @@ class PassFlags(Flags):
         Those of the network's weights when the backward pass began, by their ``id``.
     """
 
+    end: Callable[[], Any]
+
     def __init__(self, task: int = -1) -> None:
         super().__init__(may_be_mapped=task != -1)
-        self.end: Callable[[], Any] = _nothing
         self.task = task
         self.waiting: list[tuple[Any, ...]] = []
         self.place = 0
@@ -274,7 +271,7 @@ class Checks:
         task = private.backward_pass()
         flags = self._backward.get(task)
         if flags is None:
-            flags = self._backward.setdefault(task, PassFlags(task))
+            flags = PassFlags(task)
             with contextlib.suppress(RuntimeError):  # without versions, in inference mode
                 known = [
                     weight for reference in self._weights if (weight := reference()) is not None
@@ -283,6 +280,7 @@ class Checks:
             end = partial(_end_backward, weakref.ref(self), task)
             flags.end = weakref.ref(end, flags.forget)
             private.call_at_end_of_backward(end)
+            self._backward[task] = flags
         return flags
 
     def settle(self, flags: PassFlags) -> Origin | None:
@@ -318,7 +316,7 @@ class Checks:
     def end_backward(self, task: int) -> None:
         """Check a backward pass that has succeeded."""
         flags = self._backward.pop(task)
-        flags.end = _nothing
+        del flags.end
         origin = self.settle(flags)
         if origin is not None:
             raise self.error(origin)
@@ -337,16 +335,6 @@ class Checks:
         return f"{origin}{self._hint if origin.direction == 'gradient' else ''}"
 
     # -- checks ------------------------------------------------------------------------------------
-
-    def check_call(
-        self,
-        flags: PassFlags,
-        call: GuardedCall,
-        returned: Sequence[Flag],
-        code: GuardedCode | None,
-    ) -> Origin | None:
-        """Check what a call has returned; the code is that of its own operations."""
-        return self._check(flags, call, "forward", call.received, returned, code=code)
 
     def check_gradient(
         self,
@@ -380,23 +368,23 @@ class Checks:
             origin = None if received is None else self.settle(left.flags)
             # A gradient is nobody's fault if the call received something that is not finite.
             if origin is None and received is not None and not kinds_of(left.received):
-                origin = self._check(flags, left, "gradient", received, [flag], leaf=leaf)
+                origin = self.check(flags, left, "gradient", received, [flag], leaf=leaf)
             if origin is not None:
                 return origin
             left = left.around
         return None
 
-    def _check(
+    def check(
         self,
         flags: PassFlags,
         call: GuardedCall,
         direction: Direction,
         received: Sequence[Flag],
         returned: Sequence[Flag],
-        *,
-        leaf: Any = None,
         code: GuardedCode | None = None,
+        leaf: Any = None,
     ) -> Origin | None:
+        """Check one call by what it received and returned, with its own code, or for a leaf."""
         kinds = kinds_made(kinds_of(received), kinds_of(returned)) & self._kinds
         if not kinds or self._is_ignored(direction):
             return None

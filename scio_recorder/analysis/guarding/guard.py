@@ -321,7 +321,9 @@ class _GuardedCalls:
         checks, flags = self.checks, call.flags
         returned = flags.of((output,), keeps=True)
         if returned:
-            flags.waiting.append((Checks.check_call, call, returned, call.code))
+            flags.waiting.append(
+                (Checks.check, call, "forward", call.received, returned, call.code)
+            )
             if call.around is None:
                 flags.waiting.append((Checks.check_whole, "forward", returned))
         if has_failed:
