@@ -170,7 +170,9 @@ def main() -> None:
             bare = bare or needed
             beyond = needed - bare
             shares = f"{beyond / weights:.3f}", f"{beyond / output:.1f}"
-            table.add_row(name, f"{needed / 1e6:.1f}", f"{beyond / 1e6:.1f}", *shares)
+            cells = name, f"{needed / 1e6:.1f}", f"{beyond / 1e6:.1f}", *shares
+            print(" | ".join(cells), flush=True)
+            table.add_row(*cells)
     Console(width=120).print(table)
 
 

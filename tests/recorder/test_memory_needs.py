@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from scio_recorder import Recorder, reductions
+from scio_recorder.analysis.guarding import finite
 
 LAYERS, ROWS, WIDTH = 8, 512, 128
 OUTPUT = ROWS * WIDTH * 4
@@ -65,7 +66,9 @@ NEEDS: dict[str, tuple[Callable[[Recorder, Tensor], object], int, int, tuple[int
         *(LAYERS, 2),
         ((LAYERS - 2) * OUTPUT, LAYERS * OUTPUT),
     ),
-    "guard": (guard, 0, 0, (0, LITTLE)),
+    # Of the first 64 MiB of a pass it can count what is not finite.
+    "guard": (guard, 0, 0, (0, LAYERS * OUTPUT + LITTLE)),
+    "guard of more": (guard, 0, 0, (0, 2 * OUTPUT + LITTLE)),
     "collecting a mean": (collect, LAYERS, 1, (0, 2 * OUTPUT + LITTLE)),  # rows in float64
     # Clean outputs of all layers, and what is put back after each run.
     "sweep": (sweep, LAYERS, 1, (LAYERS * OUTPUT, WEIGHTS + (LAYERS + 4) * OUTPUT + LITTLE)),
@@ -74,7 +77,9 @@ NEEDS: dict[str, tuple[Callable[[Recorder, Tensor], object], int, int, tuple[int
 
 @pytest.mark.parametrize("what", NEEDS)
 @torch.no_grad()
-def test_no_step_needs_more_than_is_said(what: str) -> None:
+def test_no_step_needs_more_than_is_said(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "guard of more":
+        monkeypatch.setattr(finite, "_KEPT_BYTES", 2 * OUTPUT)
     step, num_layers, num_passes, (least, most) = NEEDS[what]
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).eval()
     x: Any = torch.randn(ROWS, WIDTH)

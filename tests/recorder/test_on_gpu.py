@@ -478,6 +478,24 @@ def test_a_guard_names_the_call_that_made_the_first_nan() -> None:
         net(x).sum().backward()
 
 
+def test_a_guard_is_told_how_the_loss_was_scaled() -> None:
+    net, x = network(), batch()
+    rnet, scaler = recorded(net, x), torch.amp.GradScaler(DEVICE)
+    optimizer = torch.optim.SGD(net.parameters())
+
+    def step() -> None:
+        scaler.scale((net(x) * 1e34).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    with rnet.guard(scaler=scaler) as guard:
+        step()
+    assert guard.origin is None
+    assert guard.num_skipped_steps == 1
+    with pytest.raises(NonFiniteError), rnet.guard():
+        step()
+
+
 def test_networks_on_two_devices_leave_records_where_they_were_made() -> None:
     net = Net(
         lambda net, x: net.there(net.here(x).to(DEVICE)),
