@@ -97,9 +97,10 @@ class Bins:
         return is_in_range and self._narrowest > 2.0**6 * limits.eps * most
 
     def _table(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return where bins, and what is above them, begin, and where zero lies, in bins.
+        """Return where each bin, and what is above them, begins, and where zero lies, in bins.
 
-        Each is the least number that is there. NaNs are neither here nor above two more.
+        Each is the least number that is there. Two entries follow, for the places of what is above
+        and of NaNs, where nothing begins.
         """
         if (dtype, device) not in self._tables:
             begins = np.append(self.edges, [0.0, 0.0])

@@ -73,6 +73,19 @@ def test_values_right_beside_edges_far_from_zero(
     assert Bins(low, high, count).tally(values).tolist() == by_hand(values, low, high, count)
 
 
+@pytest.mark.parametrize("number", [1, 7, 96, 3000])
+@pytest.mark.parametrize("lanes", [1, 2, 1024])
+def test_counters_that_threads_of_an_accelerator_do_not_share(lanes: int, number: int) -> None:
+    bins, values = Bins(-1.0, 3.0, 40), awkward(torch.float32)[:number]
+    counters = torch.zeros(43, lanes, dtype=torch.int64)
+    for _ in range(2):
+        bins.count(values, counters)
+    assert counters.sum(1).tolist() == [2 * each for each in by_hand(values, -1.0, 3.0, 40)]
+    used = math.gcd(number, lanes)
+    assert counters.amax() <= max(2, -(-2 * number // used))
+    assert not counters[:, used:].any()
+
+
 def test_a_search_counts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bins, "_is_resolved_in", lambda *_: False)
     values = awkward(torch.float32)
