@@ -329,7 +329,7 @@ class Capture:
                         records.copy_from_now_on = current.setting.copy
             latest.gradients = current.gradients
             latest.state = CallStates(current.moments, current.posts.functions)
-            for block in self.blocks.here():
+            for block in self.blocks.here() if self.blocks.open else ():
                 # Another thread may leave the block.
                 if (passes := block.passes) is not None:
                     passes.add(activations, self.inputs, self.attention)

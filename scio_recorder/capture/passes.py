@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -47,18 +47,6 @@ class StopForward(BaseException):
     def __init__(self, owner: Pass) -> None:
         super().__init__()
         self.owner = owner
-
-
-class _PlainInputs(NamedTuple):
-    """Inputs of tensors and constants, and the names of the last ones."""
-
-    values: tuple[Any, ...]
-    names: tuple[str, ...]
-
-    def inputs(self, parts: Sequence[Any]) -> Inputs:
-        """Return the inputs, given what was read of the values."""
-        (values,), count = parts, len(self.values) - len(self.names)
-        return Inputs(values[:count], dict(zip(self.names, values[count:], strict=True)))
 
 
 class _PendingInputs(NamedTuple):
@@ -107,40 +95,42 @@ class KeptCalls:
         calls = self._program.attention.items()
         return {at: own.record(inputs, outputs) for at, own in calls if own.last.label in outputs}
 
-    @cached_property
-    def _entries(self) -> tuple[Entries, Entries]:
-        # One entry for a tensor, which tells who else holds it.
-        hold, (outputs, inputs) = holder(), self._kept
-        self._kept = (), ()
-        made: list[dict[Any, list[Entry]]] = [{}, {}]
-        for entries, kept in zip(made, (outputs, inputs), strict=True):
-            for position, value, version in kept:
-                label = self._program.labels[position]
-                if label is not None and value is not NOTHING:
-                    entries.setdefault(label, []).append(_entry(value, version, hold))
-        of_outputs, of_inputs = map(self._by_label, made)
-        return of_outputs, of_inputs
-
-    def _by_label(self, calls: Mapping[RowIdx, list[Entry]]) -> Entries:
-        """Return one entry for each layer: of its call, or of all calls if they aren't counted."""
-        if self._program.counts_calls:
-            return {label: entry for label, (entry,) in calls.items()}
-        return {at: Recorded(calls.get(at, []), tuple) for at in self._program.order}
-
     def _shown(self, entries: Entries) -> Entries:
         """Return the entries of what users read: not those that attention alone needs."""
         hidden = self._program.hidden
         return {label: entry for label, entry in entries.items() if label not in hidden}
 
+    @cached_property
+    def _entries(self) -> list[Entries]:
+        # One entry for a tensor, which tells who else holds it.
+        hold, kept = holder(), self._kept
+        del self._kept
+        return [self._by_label(calls, hold) for calls in kept]
+
+    def _by_label(self, kept: Any, hold: Hold) -> Entries:
+        """Make an entry for each layer: of its call, or of all calls if they aren't counted."""
+        program, calls = self._program, dict[Any, list[Entry]]()
+        for position, value, version in kept:
+            label = program.labels[position]
+            if label is not None and value is not NOTHING:
+                calls.setdefault(label, []).append(_entry(value, version, hold))
+        if program.counts_calls:
+            return {label: entry for label, (entry,) in calls.items()}
+        return {label: Recorded(calls.get(label, []), tuple) for label in program.order}
+
 
 def _entry(value: Any, version: Any, hold: Hold) -> Entry:
     if type(value) is KeptValue:
         return value.record(hold)
-    if type(value) is _PlainInputs:
-        read = entry_of(value.values, version, hold)
-        value = value._replace(values=(None,) * len(version))
-        return Recorded([read], value.inputs)
+    if type(value) is Inputs:
+        parts = value.args, tuple(value.kwargs.values())
+        return Recorded([entry_of(parts, version, hold)], partial(_inputs_of, [*value.kwargs]))
     return value if type(value) is Recorded else entry_of(value, version, hold)
+
+
+def _inputs_of(names: Sequence[str], parts: Sequence[Any]) -> Inputs:
+    ((args, values),) = parts
+    return Inputs(args, dict(zip(names, values, strict=True)))
 
 
 class Pass:
@@ -315,8 +305,8 @@ class Pass:
         elif self.program.options.offload:
             kept = offload(taken_apart(value))
         else:
-            kept = _PlainInputs((*args, *kwargs.values()), tuple(kwargs))
-            versions = plain_version(kept.values) if kind == BARE else None
+            kept = value
+            versions = plain_version((args, tuple(kwargs.values()))) if kind == BARE else None
             if versions is None:
                 kept, _ = self._kept(taken_apart(value), kind)
         moment = LiveMoment.of(module, value) if self._sink is None and module is not None else None
@@ -408,6 +398,9 @@ class Pass:
             if self._keeper.is_learning:
                 self._learn()
             self._keeper.end()
+        # What else holds a tensor is asked when it is read, as at once inside `watch`.
+        log.clear()
+        self._inputs = []
         # A pass that keeps nothing leaves it open what the network overwrites.
         self.setting.is_new &= not self._keeps_outputs
         if self._sink is not None and not (self._hands_on or self.is_bare):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, overload
@@ -32,7 +32,6 @@ from scio_recorder.capture.around import CallWrapper, RunCall
 from scio_recorder.errors import (
     ArgumentError,
     FlowError,
-    MutationError,
     SelectorTypeError,
 )
 from scio_recorder.layer import RowIdx
@@ -186,14 +185,11 @@ class Passes(Sequence[Records]):
                 f"{dim}: write another dim=, or join what you need from each pass"
             ) from error
 
-    def add(self, records: Records, inputs: Records, attention: Mapping[RowIdx, Any]) -> None:
+    def add(self, records: Records, inputs: Records, attention: Records) -> None:
         """Keep what a pass that has ended leaves, in memory of its own."""
-        every: Any = (records, inputs, attention)
+        every = records, inputs, attention
         for values in every:
-            for label in values:
-                # A record that was lost in the pass raises when it is read.
-                with contextlib.suppress(MutationError):
-                    _ = values[label]
+            values.read_all()
         kept: Any = (self._records, self._inputs, self._attention)
         with self._lock:
             for each, values in zip(kept, every, strict=True):
@@ -251,7 +247,7 @@ class Blocks:
 
     def here(self) -> tuple[Block, ...]:
         """Return those that the caller is in, the innermost last."""
-        return tuple(block for block in _BLOCKS.get() if block in self.open) if self.open else ()
+        return tuple(block for block in _BLOCKS.get() if block in self.open)
 
     def take_call(self) -> bool:
         """Count a call of the network, and return whether the caller is in a block."""

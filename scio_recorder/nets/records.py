@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -351,6 +352,12 @@ class Records(LayerMapping[Any]):
                 # Its memory must not be used again before what comes here has run.
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return value
+
+    def read_all(self) -> None:
+        """Read all records, so that they stay; one that is lost raises when somebody reads it."""
+        for label in self._values:
+            with contextlib.suppress(MutationError):
+                self._get(label)
 
     def _look(self, label: RowIdx) -> Any:
         # Shapes can be shown even if values were overwritten; nothing is copied for them.

@@ -210,3 +210,18 @@ def test_a_copied_layer_costs_one_copy_and_no_comparison() -> None:
     assert not added.keys() & WAITS
     assert rnet.activations["0"] is rnet.activations["0.1"]
     assert torch.equal(rnet.activations["0"], torch.tanh(net[0][0](X)))
+
+
+def test_a_watched_pass_copies_only_what_somebody_holds() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    with torch.no_grad():
+        rnet, outputs = recorder(net, X, "*"), list[Tensor]()
+        bare = operations_in(lambda: net(X))
+        with rnet.watch() as passes:
+            added = operations_in(lambda: outputs.append(net(X))) - bare
+        # The caller holds the output alone.
+        assert added["aten::clone"] == 1
+        before = outputs[0].clone()
+        outputs[0].zero_()
+        assert torch.equal(passes[0]["2"], before)
+        assert torch.equal(passes[0]["1"], torch.tanh(net[0](X)))
