@@ -221,8 +221,10 @@ class Pass:
             label = self.program.labels[positions[count]]
             if self.rerun is not None:
                 self.rerun.note(self.program.firsts[index], CallKey(label, number))
-            self._assign_inputs(index, args, positions[count], label)
-            self._check_caller(positions[count], index)
+            if self._pending.get(index):
+                self._assign_inputs(index, args, positions[count], label)
+            if self.program.callers[positions[count]] is not None:
+                self._check_caller(positions[count], index)
         if label is None:
             self.log += index, NOTHING, 0
             return None
@@ -244,10 +246,7 @@ class Pass:
         return None if handed is output else handed
 
     def _check_caller(self, position: int, index: int) -> None:
-        expected = self.program.callers[position]
-        if expected is None:
-            return
-        seen = calling_name(self.program.names)
+        expected, seen = self.program.callers[position], calling_name(self.program.names)
         if not seen.agrees(expected):
             layer = self.program.layers_of([index])[0]
             self._misnamed = f"{layer}: {str(expected)!r} at labelling, {str(seen)!r} now"
@@ -281,9 +280,7 @@ class Pass:
 
     def _assign_inputs(self, index: int, args: Any, position: int, label: RowIdx | None) -> None:
         """Assign inputs to a call that has returned, and drop those of calls that failed in it."""
-        pending = self._pending.get(index)
-        if not pending:
-            return
+        pending = self._pending[index]
         number = next((i for i, call in enumerate(pending) if call.args is args), len(pending) - 1)
         _, kept, versions, moment = pending[number]
         del pending[number:]

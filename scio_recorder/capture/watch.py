@@ -55,6 +55,10 @@ def why_not_called(net: nn.Module) -> str:
     )
 
 
+# Threads that share a block end passes at once. Passes are copied and pickled, and no lock can be.
+_KEEPING = threading.Lock()
+
+
 class Passes(Sequence[Records]):
     """The records of the passes of a block, in the order in which they ended.
 
@@ -84,8 +88,6 @@ class Passes(Sequence[Records]):
         self._records: deque[Records] = deque(maxlen=limit)
         self._inputs: deque[Records] = deque(maxlen=limit)
         self._attention: deque[Any] = deque(maxlen=limit)
-        # Threads that share a block end passes at once.
-        self._lock = threading.Lock()
 
     @property
     def inputs(self) -> Passes:
@@ -191,7 +193,7 @@ class Passes(Sequence[Records]):
         for values in every:
             values.read_all()
         kept: Any = (self._records, self._inputs, self._attention)
-        with self._lock:
+        with _KEEPING:
             for each, values in zip(kept, every, strict=True):
                 each.append(values)
 

@@ -225,3 +225,38 @@ def test_a_watched_pass_copies_only_what_somebody_holds() -> None:
         outputs[0].zero_()
         assert torch.equal(passes[0]["2"], before)
         assert torch.equal(passes[0]["1"], torch.tanh(net[0](X)))
+
+
+def test_frames_are_walked_in_the_first_pass_of_a_setting_alone() -> None:
+    class Named(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"sum": x + 1, "product": x * 2}
+
+    net = nn.Sequential(Sums(3), Named())
+    rnet = Recorder(net, input_data=X, verbose=0)
+    rnet.record("*", "*/*")
+    walks = [calls_in(lambda: rnet(X))["is_in_compiled_function"] for _ in range(3)]
+    assert walks == [5, 0, 0]
+    assert torch.equal(rnet.activations["1"]["product"], (X + 3) * 2)
+
+
+def test_copies_are_not_shared_where_torch_did_not_count_a_write() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            y.data.add_(1)
+            return y
+
+    net = nn.Sequential(Outer(), nn.ReLU(inplace=True))
+    rnet = Recorder(net, input_data=X, verbose=0)
+    rnet.record("0", "0.inner")
+    with torch.no_grad():
+        expected = net[0].inner(X)
+        for _ in range(3):
+            rnet(X)
+            assert torch.equal(rnet.activations["0.inner"], expected)
+            assert torch.equal(rnet.activations["0"], expected + 1)
