@@ -371,7 +371,8 @@ class Capture:
 
     def _forget_latest(self) -> None:
         vars(self._latest).clear()
-        self._compiled = None
+        if self._compiled is not None:
+            self._compiled, self._graph_memory = None, GraphMemory()
 
     def _detach_if_idle(self) -> None:
         """After an exception nothing may stay behind, unless others still need the hooks."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,6 +116,30 @@ def test_only_what_a_graph_writes_is_copied_twice(backend: Any) -> None:
     num_copies = sum(event.name == "aten::clone" for event in calls.events())
     # Each of the layers, and the network itself.
     assert num_copies == 4 * (1 if backend == "eager" else 2)
+
+
+@DYNAMO_READS_GRAD
+@pytest.mark.usefixtures("fresh_compiler")
+@torch.no_grad()
+def test_nothing_of_a_compiled_pass_is_held_once_another_pass_begins() -> None:
+    rnet = recorder()
+    returned: list[weakref.ref[Tensor]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+        def run(*args: Any) -> Any:
+            results = graph.forward(*args)
+            returned.extend(map(weakref.ref, results))
+            return results
+
+        return run
+
+    rnet.compile(backend=backend, fullgraph=True)
+    rnet(torch.ones(2, 4))
+    assert any(tensor() is not None for tensor in returned)
+    rnet.extract(torch.ones(2, 4))
+    # What dynamo made holds itself.
+    gc.collect()
+    assert all(tensor() is None for tensor in returned)
 
 
 def test_a_capture_is_refused_and_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
