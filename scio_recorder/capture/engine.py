@@ -21,7 +21,13 @@ from scio_recorder.capture.keeping import Setting, Settings
 from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Program, RecordOptions, Sink
 from scio_recorder.capture.watch import Blocks
-from scio_recorder.errors import PostprocessorError, RecorderError, UnsupportedNetError, warn
+from scio_recorder.errors import (
+    LayerNotFoundError,
+    PostprocessorError,
+    RecorderError,
+    UnsupportedNetError,
+    warn,
+)
 from scio_recorder.layer import Layer, OperationIdx, RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention import AttentionRecords
@@ -166,18 +172,20 @@ class Capture:
             # For the next pass, if a hook acted behind ours in this one.
             self.prepare_compiled()
             return self._compiled.records()
-        return self._latest.activations or Records(self.architecture)
+        return self._latest.activations or self._none_yet()
 
     @property
     def inputs(self) -> Records:
         """The inputs of the latest pass that this thread has run."""
         self._refuse_compiled("inputs")
-        return self._latest.inputs or Records(self.architecture, what="input")
+        return self._latest.inputs or self._none_yet("input")
 
     @property
     def attention(self) -> AttentionRecords:
         """The attention of layers in the latest pass that this thread has run."""
         self._refuse_compiled("attention")
+        if self._latest.attention is None:
+            self._none_yet("attention")
         return self._latest.attention or AttentionRecords(self.architecture)
 
     @property
@@ -185,8 +193,18 @@ class Capture:
         """The gradients that the latest backward pass through the latest pass has brought."""
         self._refuse_compiled("gradients")
         if self._latest.gradients is None:
-            return Records(self.architecture, what="gradient")
+            return self._none_yet("gradient")
         return self._latest.gradients.records(self.architecture)
+
+    def _none_yet(self, what: str = "activation") -> Records:
+        """Return no records: there are none before the first pass, nor of one that still runs."""
+        thread = threading.get_ident()
+        if any(run.site is self.site and run.thread == thread for run in [*RUNNING.values()]):
+            raise LayerNotFoundError(
+                f"the pass is still running, and leaves no {what} before it ends: read them after "
+                "it. A post-processor is given what its layer returns, or with OnInput receives"
+            )
+        return Records(self.architecture, what=what)
 
     @property
     def state(self) -> CallStates:
@@ -332,7 +350,9 @@ class Capture:
             for block in self.blocks.here() if self.blocks.open else ():
                 # Another thread may leave the block.
                 if (passes := block.passes) is not None:
-                    passes.add(activations, self.inputs, self.attention)
+                    own_inputs = inputs or Records(self.architecture, what="input")
+                    own_attention = attention or AttentionRecords(self.architecture)
+                    passes.add(activations, own_inputs, own_attention)
 
     def _expect_rerun(self, current: Pass) -> None:
         if self.options.gradients:

@@ -207,6 +207,8 @@ class LayerMapping(Mapping["RowIdx", T], Generic[T]):
                 hint = f": write [{name!r}] in place of .{name}"
             elif name == "activations":
                 hint = ': it holds them itself, so write recording["1-3"] or a name'
+            elif name in ("inputs", "attention"):
+                hint = f": write rnet.{name}, or for a pass of a block passes.{name}[-1]"
             text = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
             raise AttributeError(text, name=name, obj=self)
 

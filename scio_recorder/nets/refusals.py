@@ -204,6 +204,11 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     is_shape = keyword == "input_size" and all(isinstance(part, int) for part in parts)
     if is_shape and (len(parts) == 1 or (len(parts) == 3 and parts[0] in (1, 3))):
         advice += f". For one sample of shape {parts}, write input_size={(1, *parts)}"
+    if isinstance(cause, RecursionError):
+        advice = (
+            "Beside each module that runs inside another, labelling has calls of its own: raise "
+            "Python's limit first, as by sys.setrecursionlimit(10_000)"
+        )
     return (
         f"the dry run of {type(net).__name__} on {keyword}={_as_text(value)} failed with "
         f"{type(cause).__name__}: {cause}\n{advice}"

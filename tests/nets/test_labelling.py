@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import sys
 import threading
 import warnings
 import weakref
 from collections import UserDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -377,6 +379,39 @@ def test_parameters_without_data_and_an_input_made_of_a_size():
         label_net(net, input_size=(1, 4))
     _, architecture = label_net(net, input_data=torch.ones(1, 4))
     assert architecture[0, 1].executed
+
+
+NESTED = {
+    "forward": (lambda module: Net(lambda net, x: net.inner(x), inner=module), 64),
+    "Sequential": (nn.Sequential, 80),
+    "residual": (lambda module: Net(lambda net, x: x + net.inner(x), inner=module), 64),
+    "both": (lambda module: nn.Sequential(NESTED["forward"][0](module)), 36),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_net_nested_deeper_than_python_lets_us_label_says_how_to_go_on(name):
+    around, depth = NESTED[name]
+    net, limit = linear(), sys.getrecursionlimit()
+    for _ in range(depth):
+        net = around(net)
+
+    def label():
+        try:
+            # As the usual limit would for nets of 200, which take longer.
+            sys.setrecursionlimit(400)
+            net(torch.ones(1, 4))
+            with pytest.raises(LabellingError, match=r"sys\.setrecursionlimit\(10_000\)"):
+                label_net(net, input_size=(1, 4))
+            sys.setrecursionlimit(10_000)
+            return label_net(net, input_size=(1, 4))[1]
+        finally:
+            sys.setrecursionlimit(limit)
+
+    # A new thread has its whole depth before it.
+    with ThreadPoolExecutor(1) as pool:
+        architecture = pool.submit(label).result()
+    assert len(architecture) == len(list(net.modules()))
 
 
 def test_a_failing_net_is_left_as_it_was():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from scio_recorder import LabellingError, LayerNotFoundError, PostprocessorError, Recorder
 from scio_recorder.errors import RecorderError, SelectorTypeError
+from scio_recorder.postprocessors import OnInput
 
 X = torch.ones(2, 3, 8, 8)
 
@@ -90,6 +91,8 @@ def test_a_batch_in_place_of_its_inputs(rnet: Recorder, batch: Any) -> None:
         (lambda rnet, made: rnet.colect, "the closest names are 'collect'"),
         (lambda rnet, made: rnet.conv1, "write rnet.net.conv1"),
         (lambda rnet, made: rnet.run_with_cache, ": write rnet.record(...), then rnet(x), and"),
+        (lambda rnet, made: rnet.activations.inputs, "passes.inputs[-1]"),
+        (lambda rnet, made: rnet.activations.attention, "passes.attention[-1]"),
         (lambda rnet, made: made._reprot, "_reprot"),
         (lambda rnet, made: rnet.wxyz, "'Recorder' object has no attribute 'wxyz'"),
     ],
@@ -100,6 +103,49 @@ def test_attributes_that_are_elsewhere(
     recording = rnet.collect([X], progress=False)
     with pytest.raises(AttributeError, match=re.escape(says)):
         read(rnet, recording)
+
+
+@pytest.mark.parametrize("read", ["activations", "inputs", "gradients", "attention"])
+@pytest.mark.parametrize("where", ["after", "before", "hook", "watch"])
+def test_records_of_a_pass_that_still_runs(read: str, where: str) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    x, seen = torch.ones(1, 2), []
+    rnet = Recorder(net, input_data=x)
+    rnet.record("*", inputs=True, gradients=True)
+    rnet(x)
+
+    def look(*call: Any) -> None:
+        with pytest.raises(LayerNotFoundError, match=f"still running, and leaves no {read[:5]}"):
+            getattr(rnet, read)
+        seen.append(read)
+
+    posts = None if where == "hook" else {"1": OnInput(look) if where == "before" else look}
+    hook = net[0].register_forward_hook(look) if where == "hook" else None
+    if where == "watch":
+        with rnet.watch(activation_postproc=posts) as passes:
+            net(x)
+        assert passes.inputs[-1]["1"].args[0].equal(net[0](x))
+    else:
+        rnet(x, activation_postproc=posts)
+    assert seen == [read]
+    if hook is not None:
+        hook.remove()
+    assert rnet.activations["1"].equal(net(x))
+
+
+def test_records_of_a_pass_inside_one_that_still_runs() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    x, read = torch.ones(1, 2), []
+    rnet = Recorder(net, input_data=x)
+    rnet.record("0")
+
+    def run_another(output: Tensor) -> None:
+        rnet(2 * x)
+        read.append(rnet.activations["0"])
+
+    rnet(x, activation_postproc=run_another)
+    assert read[0].equal(net[0](2 * x))
+    assert rnet.activations["0"].equal(net[0](x))
 
 
 def test_a_number_in_place_of_a_name() -> None:
