@@ -12,9 +12,12 @@ import functools
 import gc
 import linecache
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 # Returns the frame of the caller, or with a number n that of the n-th one around it. It is a
 # builtin, since hooks ask.
@@ -155,6 +158,35 @@ def _called_at(code: CodeType, at: int) -> tuple[list[str], str | None]:
 
 
 # -- objects and classes ---------------------------------------------------------------------------
+
+
+def cached_by_class(compute: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    """Let a function of a class remember its results while the classes live.
+
+    Examples
+    --------
+    >>> @cached_by_class
+    ... def name(kind):
+    ...     print("asked")
+    ...     return kind.__name__
+    >>> name(int), name(int)
+    asked
+    ('int', 'int')
+    """
+    # With references that tell when a class is gone: one may hold what a pass has made.
+    known: dict[int, tuple[_T, Any]] = {}
+
+    def forget(key: int, gone: Any) -> None:
+        known.pop(key, None)
+
+    def cached(kind: Any) -> _T:
+        entry = known.get(id(kind))
+        if entry is None:
+            end = weakref.ref(kind, functools.partial(forget, id(kind)))
+            entry = known[id(kind)] = compute(kind), end
+        return entry[0]
+
+    return cached
 
 
 def is_defined_in_python(kind: type) -> bool:

@@ -31,6 +31,7 @@ from scio_recorder.nets.operations import (
     LibraryMode,
     calling_line,
     function_name,
+    is_global,
     returns_tensors,
     unseen,
 )
@@ -41,8 +42,10 @@ class _Functions(dict[Any, Any]):
     """The hooks on functions by name, and by the function itself once it was called; or None."""
 
     def __missing__(self, function: Any) -> Any:
-        found = self[function] = self.get(function_name(function))
-        return found
+        hook = self.get(function_name(function))
+        if is_global(function):
+            self[function] = hook
+        return hook
 
 
 class _RecordingMode(LibraryMode):

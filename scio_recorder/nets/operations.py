@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from operator import attrgetter
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +34,15 @@ from scio_recorder.tensors.structures import tensors
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # Columns of the list of operations: a line of code is to be read.
 _WIDEST = 100
+# The types of operations that are written in C++.
+_BUILT_IN = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType),
+    *(types.WrapperDescriptorType, type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)),
+)
 # Where modules are called.
 _CALLS = inspect.getfile(nn.Module)
 
 
-@lru_cache(4096)
 def function_name(function: Any) -> str:
     """Return the name by which an operation is known: a getter has its property's.
 
@@ -48,9 +56,31 @@ def function_name(function: Any) -> str:
     name = getattr(function, "__name__", None) or type(function).__name__
     if name == "__get__":
         name = getattr(function.__self__, "__name__", name)
-    name = str(name).rpartition("::")[2].partition(".")[0]
+    return _shown_name(str(name))
+
+
+@lru_cache(4096)  # of texts: functions may hold what a network has made
+def _shown_name(name: str) -> str:
+    name = name.rpartition("::")[2].partition(".")[0]
     is_special = name.startswith("__") and name.endswith("__")
     return name[2:-2] if is_special else name
+
+
+def is_global(function: Any) -> bool:
+    """Whether a function lives as long as the process, so that it may be held.
+
+    Examples
+    --------
+    >>> is_global(torch.softmax), is_global(torch.Tensor.__rsub__), is_global(lambda: None)
+    (True, True, False)
+    """
+    if not isinstance(function, FunctionType):
+        return isinstance(function, _BUILT_IN)
+    module = sys.modules.get(function.__module__)
+    try:
+        return attrgetter(function.__qualname__)(module) is function
+    except AttributeError:
+        return False
 
 
 class LibraryMode(TorchFunctionMode):

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from operator import itemgetter, methodcaller
 from types import (
     BuiltinFunctionType,
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.interpreter import is_defined_in_python, referents
+from scio_recorder.interpreter import cached_by_class, is_defined_in_python, referents
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 
@@ -214,7 +214,7 @@ def fold(
     return container(value, parts)
 
 
-@lru_cache(4096)
+@cached_by_class
 def _parts_of(kind: type) -> Callable[[Any], Iterable[tuple[Any, Any]]] | None:
     """Return what takes plain containers of a class apart; None for other classes."""
     if issubclass(kind, (Tensor, type)):
@@ -470,7 +470,7 @@ def _can_be_filled(value: Any) -> bool:
     return any(isinstance(item, (*MAPPINGS, *COLLECTIONS)) for item in attributes)
 
 
-@lru_cache(4096)
+@cached_by_class
 def slots(kind: type) -> tuple[str, ...]:
     """Return the names of the slots of a class that is written in Python.
 
@@ -490,7 +490,7 @@ def slots(kind: type) -> tuple[str, ...]:
     )
 
 
-@lru_cache(4096)
+@cached_by_class
 def _base_of(kind: type) -> Any:
     """Return the built-in container that a class is, or is derived from; ``object`` if none."""
     return next((base for base in _BASES if issubclass(kind, base)), object)

@@ -30,7 +30,7 @@ import warnings
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from operator import attrgetter, is_, itemgetter, setitem
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -40,6 +40,7 @@ from numpy.random import RandomState
 from torch import Tensor, nn
 
 from scio_recorder.errors import warn
+from scio_recorder.interpreter import cached_by_class
 from scio_recorder.layer import few
 from scio_recorder.nets.hookable import LIBRARIES, hooked, own_hooks
 from scio_recorder.nets.sharded import is_sharded
@@ -76,8 +77,6 @@ _NAMES = frozenset((str, int))
 # A generator in between may have gone round in a loop.
 _AT_AN_END = (inspect.GEN_CREATED, inspect.GEN_CLOSED)
 _EMPTY = object()
-# A class is hashable, which checkers of types don't know.
-_type: Any = type
 # Names that say nothing to a user.
 _UNNAMED = {"_modules", "_parameters", "_buffers", "cell_contents", ""}
 _SHOWN = 5
@@ -120,22 +119,22 @@ def reached(roots: Iterable[Any]) -> dict[int, Reached]:
         if id(value) in everything:
             continue
         everything[id(value)] = current
-        kind = _kind(_type(value))
+        kind = _kind(type(value))
         if kind.has_attributes and type(value.__dict__) is dict:
             waiting.append(Reached(value.__dict__, path))
         for parts_of in kind.parts:
             for name, part in parts_of(value):
                 is_name = type(name) in _NAMES
-                if not is_name and not _is_value(_type(name)):
+                if not is_name and not _is_value(type(name)):
                     waiting.append(Reached(name, path))
                 # Modules have very many empty dictionaries of hooks, which are noted apart.
-                if not _is_value(_type(part)) and (name not in hooks or part):
+                if not _is_value(type(part)) and (name not in hooks or part):
                     is_shown = is_name and name not in _UNNAMED
                     waiting.append(Reached(part, f"{path}.{name}" if is_shown else path))
     return everything
 
 
-@lru_cache(4096)
+@cached_by_class
 def _is_value(kind: type) -> bool:
     return issubclass(kind, _VALUES)
 
@@ -260,7 +259,7 @@ class _Kind(NamedTuple):
     is_opaque: bool = False
 
 
-@lru_cache(4096)
+@cached_by_class
 def _kind(kind: type) -> _Kind:
     members = slots(kind) or (("cell_contents",) if kind is types.CellType else ())
     is_module = issubclass(kind, nn.Module)
@@ -409,7 +408,7 @@ class NetState:
         self._opaque: list[tuple[Reached, Any]] = []
         for reachable in everything.values():
             value = reachable.value
-            kind = _kind(_type(value))
+            kind = _kind(type(value))
             if kind.base is not None and id(value) not in noted_apart:
                 values_of, items_of, mapped_of = containers.setdefault(kind.base, ([], [], []))
                 values_of.append(value)
