@@ -85,6 +85,7 @@ FORGERIES = {name: of_each(forge) for name, forge in FORGERIES.items()} | OF_ALL
 # What a commit says of its state, whose value has a place for each tensor in a file.
 COMMITS: dict[str, Any] = {
     "no value": lambda state: {"file": state["file"]},
+    "neither value nor file": lambda state: {"file": None},
     "no file": lambda state: {"value": state["value"]},
     "tensors of no file": lambda state: state | {"file": None},
     "a file of another name": lambda state: state | {"file": "0" * 16},
