@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.nets.operations import function_name
 from scio_recorder.tensors import private
-from scio_recorder.tensors.properties import memories_of
+from scio_recorder.tensors.copies import twin
 
 
 def writes_to_argument(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -38,6 +41,26 @@ def writes_to_argument(function: Any, args: Sequence[Any], kwargs: Mapping[str, 
         return False
 
 
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextlib.contextmanager
+def saving_copies() -> Iterator[None]:
+    """Let autograd save copies inside the block, so that its tensors may be written to after it.
+
+    Hooks on saved tensors, such as those of activation checkpointing, are given the copies.
+    """
+    pack, unpack = private.active_saved_tensors_hooks() or (_same, _same)
+
+    @functools.wraps(pack)  # checkpointing is recognised by its own
+    def pack_copy(tensor: Tensor) -> Any:
+        return pack(twin(tensor))
+
+    with saved_tensors_hooks(pack_copy, unpack):
+        yield
+
+
 def write(
     changed: Any, output: Any, given: Sequence[Any], received: Sequence[Any], what: str
 ) -> Any:
@@ -62,31 +85,25 @@ def write(
     PostprocessorError
         There are several, or autograd can't have it.
     """
-    places = [own for own, one in zip(given, received, strict=False) if one is output]
+    pairs = zip(given, received, strict=False)
+    places = [own for own, other in pairs if other is output and isinstance(output, Tensor)]
     if not places:
         raise PostprocessorError(
             f"{what} writes to several tensors, and what the post-processor gave can't be written "
             "there: change another operation"
         )
     place = places[0]
+    if changed.shape != place.shape:
+        raise PostprocessorError(
+            f"{what} writes to its own argument, of shape {tuple(place.shape)}, where a tensor of "
+            f"shape {tuple(changed.shape)} can't be written: return one of the same shape"
+        )
     try:
         if changed is not place:
-            _refuse_saved(place)
             place.copy_(changed)
     except RuntimeError as error:
         raise PostprocessorError(
-            f"{what} writes to its own argument, so what the post-processor gave must be written "
-            f"there too, but {error}: run the pass under torch.no_grad(), inside "
-            "torch.autograd.graph.allow_mutation_on_saved_tensors(), or change another operation"
+            f"{what} writes to its own argument, and what the post-processor gave must go there, "
+            f"but {error}: run the pass under torch.no_grad(), or change another operation"
         ) from error
     return place
-
-
-def _refuse_saved(output: Tensor) -> None:
-    """Refuse to change what autograd needs: it would fail in the backward pass."""
-    names = (name for name in dir(output.grad_fn) if name.startswith("_saved_"))
-    saved = [getattr(output.grad_fn, name) for name in names]
-    own = memories_of(output)
-    is_saved = any(isinstance(one, Tensor) and memories_of(one) & own for one in saved)
-    if is_saved and not private.allows_mutation():
-        raise RuntimeError("autograd has saved what the operation returned")

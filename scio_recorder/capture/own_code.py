@@ -14,6 +14,7 @@ begins paused: the last hook before the forward resumes it, and the first behind
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from scio_recorder.capture.around import CallWrapper, Uncopied
-from scio_recorder.capture.in_place import write, writes_to_argument
+from scio_recorder.capture.in_place import saving_copies, write, writes_to_argument
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.nets.operations import (
     LibraryMode,
@@ -60,6 +61,8 @@ class _RecordingMode(LibraryMode):
         self._log = log
         # When a region runs again, only post-processors act, perhaps on inputs.
         self._sees_inputs = current is None or current.sees_inputs
+        # The names of those that post-processors change; None if that is not known.
+        self._changed = None if current is None else current.posts.operations
         # To look takes long. The first pass of a setting shows if compiled functions are called.
         self._looks_around = code.looks_around or current is None or current.setting.is_new
 
@@ -71,7 +74,7 @@ class _RecordingMode(LibraryMode):
         if self._looks_around and self._code.is_unseen():
             return func(*args, **(kwargs or {}))
         if self._sees_inputs:
-            return _take_inputs(hook, func, args, kwargs or {})
+            return _take_inputs(hook, func, args, kwargs or {}, self._changed)
         output = func(*args, **(kwargs or {}))
         log = self._log
         if log is not None and isinstance(output, Tensor):
@@ -85,28 +88,33 @@ class _RecordingMode(LibraryMode):
         return output
 
 
-def _take_inputs(hook: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _take_inputs(
+    hook: Any, func: Callable[..., Any], args: Any, kwargs: Any, changed_ones: Any
+) -> Any:
     """Call a function with its hook before and behind it, which may change something."""
+    name = function_name(func)
+    writes = (changed_ones is None or name in changed_ones) and writes_to_argument(
+        func, args, kwargs
+    )
     given = *args, *kwargs.values()
     received = hook.before(None, args, kwargs)
     if received is not None:
         args, kwargs = received
-    output = func(*args, **kwargs)
+    # What is written in place of its result must not be what its backward reads.
+    with saving_copies() if writes and torch.is_grad_enabled() else contextlib.nullcontext():
+        output = func(*args, **kwargs)
     if not returns_tensors(output):
         return output
     changed = hook.after(None, args, output)
     if changed is None and received is None:
         return output
-    name = function_name(func)
     if private.regions_around((run_in_mode.__code__,)):
         raise PostprocessorError(
             f"{name} is called in a checkpointed function that is no module, so its second run is "
             "not seen: let the post-processor act on a layer, or checkpoint a module"
         )
     changed = output if changed is None else changed
-    if not writes_to_argument(func, args, kwargs):
-        return changed
-    return write(changed, output, given, (*args, *kwargs.values()), name)
+    return write(changed, output, given, (*args, *kwargs.values()), name) if writes else changed
 
 
 class RunningCode(threading.local):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError, raise_of_caller, warn
-from scio_recorder.layer import Layer, Operation, RowIdx, counted, describe, few
+from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx, counted, describe, few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import by_selector
 from scio_recorder.postprocessors.knockout import KnockoutOf
@@ -65,9 +66,31 @@ def assign(
     {(1, 1): <built-in function abs>, (1, 2): <built-in function abs>}
     """
     chosen = _chosen(architecture, order, postprocessors)
+    for label in chosen:
+        if isinstance(label, OperationIdx) and _is_no_value(label.function):
+            raise PostprocessorError(
+                f"a post-processor can't act on {architecture[label]}, which gives its argument "
+                "another shape or place in memory, or writes to a list of tensors: let it act on "
+                "the operation before or behind it"
+            )
     if not torch.compiler.is_compiling():
         _warn_of_mixed_heads(architecture, chosen)
     return chosen
+
+
+@cache
+def _is_no_value(function: str) -> bool:
+    """Whether a function gives its arguments no numbers, but shapes or strides, or is given lists.
+
+    Examples
+    --------
+    >>> [_is_no_value(name) for name in ("squeeze_", "t_", "_foreach_add_", "add_", "squeeze")]
+    [True, True, True, False, False]
+    """
+    packet: Any = getattr(torch.ops.aten, function, None)
+    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    is_view = any(torch.Tag.inplace_view in overload.tags for overload in overloads)
+    return is_view or (function.startswith("_foreach_") and function.endswith("_"))
 
 
 def _chosen(
@@ -228,6 +251,8 @@ class Assigned:
         self._run = run
         self.acts = bool(functions)
         kinds = OnInput, KnockoutOf
+        # The names of the functions on whose calls they act.
+        self.operations = {at.function for at in functions if isinstance(at, OperationIdx)}
         self.on_inputs = {at for at, post in functions.items() if isinstance(post, kinds)}
         # The post-processors that changed a shape or dtype, each with its layer, and how.
         self._changes: dict[str, str] = {}
@@ -278,7 +303,9 @@ class Assigned:
             if isinstance(value, Tensor | list | tuple | dict):
                 leaves, rebuild = flatten(value)
                 if leaves:
-                    leaves[0] = self._apply(function.postprocessor, leaves[0], layer)
+                    # What the own code has may be written to later.
+                    leaf = leaves[0].clone() if isinstance(layer, Operation) else leaves[0]
+                    leaves[0] = self._apply(function.postprocessor, leaf, layer)
                     values[at] = rebuild(leaves)
                     named = zip(kwargs, values[len(args) :], strict=True)
                     return tuple(values[: len(args)]), dict(named)

@@ -588,12 +588,6 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
-@needs("torch.autograd.graph._allow_mutation_on_saved_tensors_enabled", "post-processing")
-def allows_mutation() -> bool:
-    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors`` is around the caller."""
-    return bool(torch.autograd.graph._allow_mutation_on_saved_tensors_enabled)
-
-
 def is_in_compiled_function(outermost: Collection[CodeType] = ()) -> bool:
     """Whether what ``torch.compile`` has made calls the caller, inside any of some functions."""
     compiler = sys.modules.get(DYNAMO)

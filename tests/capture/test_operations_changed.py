@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import allow_mutation_on_saved_tensors
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import LayerNotFoundError, PostprocessorError, Recorder
 from scio_recorder.postprocessors import At, Heads, OnInput
@@ -39,7 +42,6 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_": lambda h: h.relu_(),
     "sigmoid_": torch.sigmoid_,
 }
-SAVES_ITS_RESULT = {"relu", "relu_", "sigmoid_"}
 
 
 class Twice(nn.Module):
@@ -69,8 +71,7 @@ class Twice(nn.Module):
             copy = map_parts(torch.clone, result)
             result = map_parts(after, copy)
         if in_place:
-            hidden.copy_(result)
-            result = hidden
+            hidden = result
         return total(result) + hidden.square().sum(-1)
 
 
@@ -158,18 +159,11 @@ def test_what_an_operation_wrote_is_changed_where_it_wrote(name: str, context: s
     x = torch.randn(3, 4)
     rnet, net = recorder(IN_PLACE[name], name), fresh(IN_PLACE[name])
     with CONTEXTS[context]():
-        is_refused = context == "grad" and name in SAVES_ITS_RESULT
         if context == "grad" and name == "mul":
             # torch takes no out= that requires gradients.
             return
-        if is_refused:
-            with pytest.raises(PostprocessorError, match="allow_mutation_on_saved_tensors"):
-                rnet(x, activation_postproc={f"/{name}": double})
-            assert f"/{name}" not in rnet.activations
-        allowing = allow_mutation_on_saved_tensors if is_refused else contextlib.nullcontext
-        with allowing():
-            mine = rnet(x, activation_postproc={f"/{name}": double})
-            assert_same(rnet, mine, net, net.by_hand(x, double, in_place=True))
+        mine = rnet(x, activation_postproc={f"/{name}": double})
+        assert_same(rnet, mine, net, net.by_hand(x, double, in_place=True))
         with torch.no_grad():
             truth = net.function(net.first(x))
         assert same_bits(rnet.activations[f"/{name}"], truth)
@@ -213,7 +207,7 @@ def test_in_place_operation_whose_result_is_not_used_goes_on_changed() -> None:
     [
         ("relu", lambda h: nn.functional.relu(h, True)),
         ("dropout", lambda h: nn.functional.dropout(h, 0.5, False, inplace=True)),
-        ("resize_", lambda h: h.resize_(3, 4)),
+        ("hardtanh_", lambda h: torch._C._nn.hardtanh_(h, -99, 99)),
     ],
 )
 def test_an_operation_that_writes_what_was_there_is_changed_where_it_wrote(
@@ -231,6 +225,139 @@ def test_an_operation_that_writes_what_was_there_is_changed_where_it_wrote(
         mine = rnet(x, activation_postproc={f"/{name}": double})
         hidden = rnet.net.first(x) * 2
     assert same_bits(mine, total(hidden) + hidden.square().sum(-1))
+
+
+SAVES_ITS_RESULT: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu_": torch.relu,
+    "sigmoid_": torch.sigmoid,
+    "exp_": torch.exp,
+    "tanh_": torch.tanh,
+}
+
+
+class InPlace(nn.Module):
+    """An in-place operation in a region that may be checkpointed."""
+
+    def __init__(self, name: str, *, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Own(name))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = partial(checkpoint, self.body, use_reentrant=False)
+        return (run(x) if self.is_checkpointed else self.body(x)).sin().sum()  # type: ignore[no-any-return]
+
+
+class Own(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(x, self.name)()  # type: ignore[no-any-return]
+
+
+def negative_square(value: Tensor) -> Tensor:
+    return -value * value
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("name", SAVES_ITS_RESULT)
+def test_what_autograd_saves_is_neither_read_nor_changed(
+    name: str, is_checkpointed: bool, before: bool
+) -> None:
+    torch.manual_seed(0)
+    net, x = InPlace(name, is_checkpointed=is_checkpointed).train(), torch.randn(5, 4)
+    twin, bare = copy.deepcopy(net), copy.deepcopy(net)
+    rnet = Recorder(net, input_data=x, mode="train")
+    rnet.record(f"body.2/{name}")
+    post = OnInput(negative_square) if before else negative_square
+    mine = rnet(x, activation_postproc={f"body.2/{name}": post})
+    hidden = twin.body[1](twin.body[0](x))
+    function = SAVES_ITS_RESULT[name]
+    changed = function(negative_square(hidden)) if before else negative_square(function(hidden))
+    theirs = changed.sin().sum()
+    bare(x).backward()
+    assert_same(rnet, mine, twin, theirs)
+    # As often as without a recorder: once, and again in the backward pass.
+    assert net.body[1].num_batches_tracked == bare.body[1].num_batches_tracked
+    assert same_bits(net.body[1].running_mean, bare.body[1].running_mean)
+
+
+@pytest.mark.parametrize("name", SAVES_ITS_RESULT)
+def test_the_users_hooks_on_saved_tensors_run_as_without_a_post_processor(name: str) -> None:
+    torch.manual_seed(0)
+    net, x = InPlace(name, is_checkpointed=False).train(), torch.randn(5, 4)
+    twin = copy.deepcopy(net)
+    rnet = Recorder(net, input_data=x, mode="train")
+    rnet.record(f"body.2/{name}")
+    kept: list[Tensor] = []
+    unpacked: list[int] = []
+
+    def pack(tensor: Tensor) -> int:
+        kept.append(tensor)
+        return len(kept) - 1
+
+    def unpack(place: int) -> Tensor:
+        unpacked.append(place)
+        return kept[place]
+
+    with saved_tensors_hooks(pack, unpack):
+        mine = rnet(x, activation_postproc={f"body.2/{name}": negative_square})
+    assert kept
+    assert not unpacked
+    hidden = SAVES_ITS_RESULT[name](twin.body[1](twin.body[0](x)))
+    assert_same(rnet, mine, twin, negative_square(hidden).sin().sum())
+    assert len(set(unpacked)) == len(unpacked)
+
+
+LAYING_OUT: dict[str, Callable[[Tensor], Any]] = {
+    "squeeze_": lambda h: h.squeeze_(0),
+    "unsqueeze_": lambda h: h.unsqueeze_(0),
+    "t_": lambda h: h.t_(),
+    "transpose_": lambda h: h.transpose_(0, 1),
+    "swapaxes_": lambda h: h.swapaxes_(0, 1),
+    "swapdims_": lambda h: h.swapdims_(0, 1),
+    "resize_": lambda h: h.resize_(2, 6),
+    "resize_as_": lambda h: h.resize_as_(torch.ones(2, 6)),
+    "as_strided_": lambda h: h.as_strided_((4, 3), (1, 4)),
+    "detach_": lambda h: h.detach_(),
+    "_foreach_add_": lambda h: torch._foreach_add_([h, h], 1),
+    "_foreach_exp_": lambda h: torch._foreach_exp_([h]),
+    "_foreach_copy_": lambda h: torch._foreach_copy_([h], [torch.ones(3, 4)]),
+}
+
+
+@pytest.mark.parametrize("kind", [lambda post: post, OnInput])
+@pytest.mark.parametrize("name", LAYING_OUT)
+def test_operations_that_change_more_than_numbers_are_refused_before_anything_runs(
+    name: str, kind: Any
+) -> None:
+    ran = []
+
+    class Counted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            ran.append(name)
+            hidden = x.clone()
+            LAYING_OUT[name](hidden)
+            return hidden.sum()
+
+    x = torch.randn(3, 4)
+    rnet = Recorder(Counted(), input_size=(3, 4))
+    rnet.record(f"/{name}")
+    ran.clear()
+    with pytest.raises(PostprocessorError, match=f"can't act on .*{name}.* before or behind"):
+        rnet(x, activation_postproc={f"/{name}": kind(lambda value: value)})
+    assert not ran
+    assert same_bits(rnet(x), rnet.net(x))
+
+
+@pytest.mark.parametrize("name", ["add_", "mul_", "mul", "relu", "sigmoid_"])
+def test_another_shape_can_not_be_written_where_an_operation_wrote(name: str) -> None:
+    rnet, x = recorder(IN_PLACE[name], name), torch.randn(3, 4)
+    with torch.no_grad(), pytest.raises(PostprocessorError, match=r"of shape \(3, 4\)"):
+        rnet(x, activation_postproc={f"/{name}": lambda value: value[:, :1]})
 
 
 def test_an_operation_that_writes_to_several_tensors_is_not_changed() -> None:

@@ -241,12 +241,6 @@ def try_no_function_modes(no_modes: Callable[[], contextlib.AbstractContextManag
     return mode.calls == [Tensor.log]
 
 
-def try_allows_mutation(allows: Callable[[], bool]) -> bool:
-    with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        is_inside = allows()
-    return is_inside and not allows()
-
-
 def try_generation_in(generation_in: Callable[[Any], tuple[str, int] | None]) -> bool:
     class Config:
         num_return_sequences = 2
