@@ -23,6 +23,7 @@ from threading import get_ident
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
@@ -107,6 +108,7 @@ class Gradients:
         # The layers of which gradients are left out, see NOTE [Gradients that are left out].
         self._left_out: set[RowIdx | None] = set()
         self.starts = CallStarts()
+        self._with_grad = torch.is_grad_enabled()
         # Autograd runs on those of the forward pass.
         self._streams = private.current_streams()
 
@@ -158,6 +160,11 @@ class Gradients:
         )
         records = Records(architecture, entries, "gradient")
         records.streams = self._streams
+        if not self._with_grad:
+            records.why_none = (
+                "the latest pass ran without gradients: run it outside of torch.no_grad() and "
+                "torch.inference_mode(), and call loss.backward()"
+            )
         records.reasons = {at: CallStarts.LEFT_OUT for at in self._left_out if at is not None}
         return records
 

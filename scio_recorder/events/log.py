@@ -26,7 +26,7 @@ from scio_recorder.lowlevel import (
     takes_hooks,
     warn,
 )
-from scio_recorder.tensors import map_tensors, private
+from scio_recorder.tensors import map_tensors, names_arguments, private
 
 if TYPE_CHECKING:
     import pandas
@@ -236,6 +236,7 @@ class Tracker:
             )
 
 
+@names_arguments
 def track(
     module: nn.Module,
     grad: bool = True,

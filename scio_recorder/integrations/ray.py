@@ -108,7 +108,7 @@ def collect_parts(
     seen = seen_by_others(as_store(store))
     # With a path that means the same to all processes.
     where = Disk(for_others(seen.path), seen.chunk_bytes)
-    asked = CollectOptions.of(collect_parts, options, store=where)
+    asked = CollectOptions(store=where, **options)
     needs = dict(resources or {"CPU": 1})
     # Resources with keywords of their own in Ray; all others are the user's.
     named = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}

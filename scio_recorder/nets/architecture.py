@@ -785,11 +785,18 @@ def offer(wanted: str, names: Iterable[str], types: Mapping[str, str] | None = N
     known = list(filter(None, names))
     if "hook_" in wanted and not any("hook_" in name for name in known):
         return f"names of TransformerLens stand beside those here in {_TRANSFORMERLENS}"
-    close = fnmatch.filter(known, f"*.{wanted}") or _close(wanted, known)
+    close = fnmatch.filter(known, f"*.{wanted}") or _without_ends(wanted, known)
+    close = close or _close(wanted, known)
     close = close or _of_types(wanted, types or {})
     if close:
         return _closest_are(_joined(close)[:_OFFERED])
     return f"there are {few(_overview(known), _LISTED, repr) or 'none'}"
+
+
+def _without_ends(wanted: str, known: list[str]) -> list[str]:
+    """Return the name that one is of which a variable or a parameter is the first or last word."""
+    ends = wanted.partition(".")[2], re.sub(r"\.(weight|bias)$", "", wanted)
+    return [name for name in known if name in ends]
 
 
 def _close(wanted: str, known: list[str]) -> list[str]:

@@ -7,13 +7,13 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.errors import LayerNotFoundError, MutationError
-from scio_recorder.layer import RowIdx, describe, few, map_leaves
+from scio_recorder.errors import ArgumentError, LayerNotFoundError, MutationError, caught_as
+from scio_recorder.layer import RowIdx, describe, few, map_leaves, text_of
 from scio_recorder.nets.architecture import Architecture, nearest
 from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import HeldTensor, Hold
@@ -35,6 +35,12 @@ _HOW = {
     "attention": "Choose layers with rnet.record(..., attention=True), then run the net with "
     "rnet(x)",
     "recording": "Choose layers with rnet.record(...) before rnet.collect(...)",
+}
+
+# The advice if there is something to read of other layers.
+_RECORD_IT = {
+    "activation": '. Record it, too: rnet.record("{}", ...), and run the net again',
+    "recording": '. Record it, too: rnet.record("{}", ...) before rnet.collect(...)',
 }
 
 
@@ -157,6 +163,14 @@ class LayerMapping(Mapping["RowIdx", T], Generic[T]):
     def __iter__(self) -> Iterator[RowIdx]:
         return iter(self._values)
 
+    def __setitem__(self, key: object, value: object) -> NoReturn:
+        raise caught_as(
+            ArgumentError,
+            TypeError(),
+            f"a {self._what} can't be replaced here: to change what a layer returns in a pass, "
+            f"write rnet(x, activation_postproc={{{key!r}: lambda output: ...}})",
+        )
+
     def __len__(self) -> int:
         return len(self._values)
 
@@ -192,7 +206,8 @@ class LayerMapping(Mapping["RowIdx", T], Generic[T]):
         if not self._values:
             return f"there is no {self._what} of layer {layer}: {self._explain_absence()}"
         here = few([self._architecture[at] for at in self._values], _SHOWN)
-        return f"there is no {self._what} of layer {layer}; there is one of {here}"
+        advice = _RECORD_IT.get(self._what, "").format(text_of(label))
+        return f"there is no {self._what} of layer {layer}; there is one of {here}{advice}"
 
     def _explain_absence(self) -> str:
         return self.why_none or f"there is none of any layer yet. {_HOW.get(self._what, _RUN)}"

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from scio_recorder.errors import LabellingError, UnsupportedNetError
 from scio_recorder.layer import Layer, few, map_leaves
+from scio_recorder.nets.architecture import nearest
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
@@ -62,7 +63,10 @@ def check_supported(net: Any, device: Any = None) -> None:
             f"{net.__name__} is a class, not a net: write {net.__name__}(...)"
         )
     if not isinstance(net, nn.Module):
-        raise UnsupportedNetError(f"a net must be a torch.nn.Module, not {type(net).__name__}")
+        raise UnsupportedNetError(
+            f"a net must be a torch.nn.Module, not {type(net).__name__}: make the module, load "
+            "weights into it, and give that"
+        )
     if not takes_hooks(net):
         raise UnsupportedNetError(
             f"{type(net).__name__} is a TorchScript module, whose submodules run without hooks: "
@@ -138,6 +142,30 @@ def _argument_names(net: nn.Module) -> list[str]:
     ]
 
 
+def takes_any_keyword(net: nn.Module) -> bool:
+    """Whether a network's forward takes keywords of any name."""
+    parameters = signature_of(net.forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def unknown_keyword(net: nn.Module, names: Iterable[str], known: Sequence[str]) -> str:
+    """Return the message about a keyword that neither `Recorder` nor the forward has; or nothing.
+
+    Where the forward takes any keyword, it is about one that is nearly one of `Recorder`.
+
+    Examples
+    --------
+    >>> unknown_keyword(nn.ReLU(), ["input_shape"], ["input_size", "device"])
+    "Recorder() and the network's forward take no input_shape=; the closest name is 'input_size'"
+    """
+    taken, takes_any = _argument_names(net), takes_any_keyword(net)
+    for name in names:
+        near = nearest(name, known if takes_any else [*known, *taken])
+        if name not in taken and (near or not takes_any):
+            return f"Recorder() and the network's forward take no {name}={near}"
+    return ""
+
+
 def no_input(net: nn.Module, keywords: Sequence[str]) -> str:
     """Return the message about a `Recorder` without an input, given only other keywords.
 
@@ -195,6 +223,8 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     parts = (*inputs.args, *inputs.kwargs.values()) if inputs else (value,)
     if any(isinstance(part, np.ndarray) for part in parts):
         advice = "Probably it takes tensors, not NumPy arrays: convert them by torch.from_numpy(x)"
+    elif any(isinstance(part, list) for part in parts) and isinstance(cause, TypeError):
+        advice = "Probably it takes tensors, not lists: convert them by torch.tensor(x)"
     is_loader = inputs is None and isinstance(value, Iterable)
     if (is_loader and not isinstance(value, str | np.ndarray)) or _is_batch(net, keyword, inputs):
         advice = (

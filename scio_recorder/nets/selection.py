@@ -522,6 +522,8 @@ def _no_such_module(architecture: Architecture, name: str) -> str:
     is_module = any(row.name.endswith(f".{function}") for row in rows)
     if callable(of_torch) and of_torch.__doc__ and not is_module:
         hint = f'; calls of the function are operations: record("*/{function}")'
+    elif pair := re.fullmatch(r"\(?(\d+)\W+(\d+)\)?", name):
+        hint = f'; a label is written "{pair[1]}-{pair[2]}"'
     elif "\\" in name:
         hint = "; a pattern is given compiled, as re.compile(...)"
     types = {row.name: row.type_name for row in rows}

@@ -108,8 +108,9 @@ def _chosen(
     # A tuple of types, since the compiler of torch 2.9 can't follow a union.
     if not isinstance(postprocessors, (list, tuple)):
         raise PostprocessorError(
-            f"activation_postproc is {postprocessors!r}: give a callable for all recorded layers, "
-            "a list with one for each in the order in which they return, or a mapping by selector"
+            f"activation_postproc is of type {type(postprocessors).__name__}: give a callable for "
+            "all recorded layers, a list with one for each in the order in which they return, or a "
+            "mapping by selector"
         )
     if len(postprocessors) < len(order):
         missing = few([architecture[label] for label in order[len(postprocessors) :]], 3)

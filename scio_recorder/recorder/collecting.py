@@ -35,6 +35,7 @@ from scio_recorder.recording.options import (
     shows,
 )
 from scio_recorder.tensors import private
+from scio_recorder.tensors.arguments import names_arguments, opens_block
 from scio_recorder.tensors.structures import map_tensors, tensors
 
 if TYPE_CHECKING:
@@ -303,7 +304,7 @@ class Collecting(nn.Module):
         from scio_recorder.recording.collection import Collection, saying_what_is_durable
         from scio_recorder.recording.feed import Feed
 
-        asked = CollectOptions.of(Collecting.collect, options)
+        asked = CollectOptions(**options)
         share = self._share_of(batches, has_ids=asked.sample_ids is not None)
         feed = Feed(batches, asked, share=share)
         bar = progress_bar("collecting batches", feed.num_batches, is_wanted=asked.progress)
@@ -381,6 +382,7 @@ class Collecting(nn.Module):
         copies = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), parameters)
         return copies
 
+    @opens_block
     @contextlib.contextmanager
     def watch(
         self, activation_postproc: Postprocessors | None = None, *, last: int | None = None
@@ -438,6 +440,7 @@ class Collecting(nn.Module):
             why = why_not_called(self._net)
             warn(f"the network was not called in the block of watch: {why}")
 
+    @opens_block
     @shows(PassKeywords, progress=False)
     @contextlib.contextmanager
     def collecting(self, **options: Unpack[PassKeywords]) -> Iterator[CollectedPasses]:
@@ -502,7 +505,8 @@ class Collecting(nn.Module):
             raise CollectError(
                 "the recorder is collecting already: leave that block, or use another Recorder"
             )
-        asked = CollectOptions.of(Collecting.collecting, options, progress=False)
+        options.setdefault("progress", False)
+        asked = CollectOptions(**options)
         # An iterator, since the number of passes is not known.
         collection = Collection(self._capture, Feed(iter(()), asked), is_of_others=True)
         with saying_what_is_durable(asked.store):
@@ -610,6 +614,7 @@ class Collecting(nn.Module):
 
         return track(self.net, **options)
 
+    @opens_block
     def guard(
         self,
         *,
@@ -698,6 +703,7 @@ class Collecting(nn.Module):
             immediate=immediate,
         )
 
+    @names_arguments
     def sweep(
         self,
         clean: Any,
@@ -839,7 +845,7 @@ class Collecting(nn.Module):
         from scio_recorder.recording.collection import saying_what_is_durable
         from scio_recorder.workers.parts import Parts
 
-        asked = CollectOptions.of(Collecting.collect_parts, options, store=store, resume=True)
+        asked = CollectOptions(store=store, resume=True, **options)
         parts = Parts(self.capture, make_batches, num_parts, asked, self._go_through)
         with saying_what_is_durable(store, num_parts):
             return parts.collect(wait=wait)
@@ -897,6 +903,7 @@ class Collecting(nn.Module):
 
         return recompute_pass(self.capture, selectors)
 
+    @names_arguments
     def saved_tensors(
         self,
         *selectors: Any,

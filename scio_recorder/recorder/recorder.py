@@ -9,8 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, Self
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from scio_recorder.capture.around import CallWrapper
 from scio_recorder.capture.engine import Capture
@@ -36,7 +38,7 @@ from scio_recorder.layer import (
     label_of,
     text_of,
 )
-from scio_recorder.nets.architecture import Architecture
+from scio_recorder.nets.architecture import Architecture, nearest
 from scio_recorder.nets.labelling.label import label_net, list_operations
 from scio_recorder.nets.labelling.torchinfo import ModelStatistics
 from scio_recorder.nets.operations import Operations
@@ -52,7 +54,7 @@ from scio_recorder.nets.selection import (
 from scio_recorder.postprocessors.assigning import Postprocessors, assign, assign_by_key
 from scio_recorder.recorder.collecting import Collecting
 from scio_recorder.tensors import private
-from scio_recorder.tensors.arguments import booleans, signature_of
+from scio_recorder.tensors.arguments import booleans, names_arguments, signature_of
 
 _Given = ParamSpec("_Given")
 
@@ -86,10 +88,21 @@ def _refuse_mistaken(net: nn.Module, kwargs: Mapping[str, Any]) -> None:
             )
 
 
-def _note_on_inputs(args: Sequence[Any], error: Exception) -> None:
+def _note_on_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
     """Say how a batch or a post-processor is given, if one stands in place of an input."""
     batch = args[0] if len(args) == 1 else None
-    if isinstance(batch, Mapping):
+    for name in kwargs:
+        near = nearest(name, ("activation_postproc", "dont_record"))
+        if near and f"keyword argument '{name}'" in str(error):
+            error.add_note(f"{name}= was given to the network{near}.")
+    if isinstance(batch, np.ndarray):
+        error.add_note("The network was given a NumPy array: write rnet(torch.from_numpy(x)).")
+    elif isinstance(batch, DataLoader):
+        error.add_note(
+            "The network was given a loader: write rnet.collect(loader), or rnet(batch) for each "
+            "batch."
+        )
+    elif isinstance(batch, Mapping):
         error.add_note(
             f"The network was given one {type(batch).__name__}. If its entries are inputs by "
             "keyword, as in collect, write rnet(**batch)."
@@ -199,6 +212,7 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
         self._finalizer = weakref.finalize(self, capture.remove, waits=False)
         self._finalizer.atexit = False
 
+    @names_arguments
     def record(
         self,
         *selectors: Any,
@@ -446,7 +460,7 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
                 net, args, kwargs, posts=activation_postproc, records_outputs=not dont_record
             )
         except Exception as error:
-            _note_on_inputs(args, error)
+            _note_on_inputs(args, kwargs, error)
             raise
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from scio_recorder.errors import CollectError
 from scio_recorder.layer import Layer, RowIdx, TensorSpec, few, text_of
 from scio_recorder.nets.selection import by_selector, selector_for
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
-from scio_recorder.tensors.arguments import floating_or_none, takes, whole
+from scio_recorder.tensors.arguments import floating_or_none, names_arguments, takes, whole
 from scio_recorder.tensors.properties import dtype_name
 
 # A recorder imports this module for the signatures of its methods, and no more of this room.
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from scio_recorder.reductions.base import Reductions
     from scio_recorder.stores import Store
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 Transform: TypeAlias = Callable[[Any, Any], Tensor]
 Transforms: TypeAlias = Transform | Mapping[Any, Transform]
 Reduce: TypeAlias = (
@@ -120,23 +121,6 @@ class CollectOptions:
         floating_or_none(self.dtype, CollectError)
         Rows.or_none(self.rows, CollectError)
 
-    @classmethod
-    def of(cls, function: Callable[..., Any], options: Mapping[str, object], **others: Any) -> Self:
-        """Return the options that a function was given.
-
-        Parameters
-        ----------
-        function : callable
-            A function that `shows` options: only those are its keywords.
-        options : mapping
-            Its keywords.
-        **others
-            Options that it decides itself.
-        """
-        for name in options.keys() - inspect.signature(function).parameters.keys():
-            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
-        return cls(**cast("dict[str, Any]", {**others, **options}))
-
 
 class SharedKeywords(TypedDict, total=False):
     """The options of all functions that collect, for type checkers and editors."""
@@ -170,7 +154,7 @@ class CollectKeywords(PartKeywords, PassKeywords, total=False):
     """The options of ``collect``."""
 
 
-def shows(keywords: type, **defaults: Any) -> Callable[[F], F]:
+def shows(keywords: type, **defaults: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Show options in the signature and the docstring of a function that takes ``**options``.
 
     Parameters
@@ -181,7 +165,7 @@ def shows(keywords: type, **defaults: Any) -> Callable[[F], F]:
         Defaults that are not those of `CollectOptions`.
     """
 
-    def show(function: F) -> F:
+    def show(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
         options = [
             inspect.Parameter(
@@ -204,7 +188,7 @@ def shows(keywords: type, **defaults: Any) -> Callable[[F], F]:
                 lambda match: re.sub(r"(?m)^(?=.)", match[1], "".join(texts)),
                 function.__doc__,
             )
-        return function
+        return names_arguments(shown)
 
     return show
 

@@ -30,7 +30,7 @@ from scio_recorder.stores.disk import CHUNK_BYTES, held_by
 from scio_recorder.stores.disk_format.reader import to_ids
 from scio_recorder.stores.files import RunReader
 from scio_recorder.stores.kept_inputs import KeptCall, unpack
-from scio_recorder.tensors.arguments import ProcessRank, this_process, whole
+from scio_recorder.tensors.arguments import ProcessRank, names_arguments, this_process, whole
 from scio_recorder.tensors.properties import dtype_name
 
 if TYPE_CHECKING:
@@ -283,6 +283,7 @@ class Recording(Outlined, Listed, Readable):
         rows, inner = list(self._architecture.values()), self._architecture.operations
         return outline("Recording", rows, tuple(self), inner)
 
+    @names_arguments
     def loader(
         self,
         *selectors: object,
@@ -444,6 +445,7 @@ class Recording(Outlined, Listed, Readable):
         return {"reductions": states_of(self.reductions), "rounding": rounding}
 
 
+@names_arguments
 def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Recording:
     """Open a recording on disk. No net is needed, and no code of the recording is run.
 

@@ -112,6 +112,8 @@ def fresh(pattern: Any) -> Reductions:
         return each if is_list else each[0]
     shown = pattern.__name__ if isinstance(pattern, type) else repr(pattern)
     hint = f": write {shown}()" if isinstance(pattern, type) else ""
+    if isinstance(pattern, str) and pattern.capitalize() in reductions.__all__:
+        hint = f": write reductions.{pattern.capitalize()}()"
     raise CollectError(
         f"reduce has {shown} where a reduction is expected{hint}; give objects such as "
         "scio_recorder.reductions.Mean(), a list of them, or a mapping by selector"

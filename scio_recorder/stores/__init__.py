@@ -85,9 +85,12 @@ def as_store(given: str | Store | None) -> Store:
         return Disk(place)
     if isinstance(given, str) and is_url(given):
         return Disk(given)
+    known = {"gpu": "device", "cuda": "device"} | dict.fromkeys(("cpu", "ram", "memory"), "host")
     hint = f": write store={given.__name__}(...)" if isinstance(given, type) else ""
     if isinstance(given, os.PathLike):
         hint = f': write store="disk:{os.fspath(given)}"'
+    elif name in known:
+        hint = f': write store="{known[name]}"'
     elif name != "disk" and (near := nearest(name, ["device", "host", "disk", "auto"])):
         hint = near
     elif name not in ("", "disk") and not place:

@@ -2,15 +2,128 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from operator import index
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 import torch.distributed
 
-from scio_recorder.errors import CollectError, RecorderError
+from scio_recorder.errors import ArgumentError, CollectError, RecorderError, caught_as
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T_co = TypeVar("T_co", covariant=True)
+
+
+def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function say what to write in place of an argument that it does not take.
+
+    Parameters
+    ----------
+    function : callable
+        A function, all of whose arguments its signature shows.
+
+    Returns
+    -------
+    callable
+        The same function, whose error is a `TypeError` as before.
+
+    Examples
+    --------
+    >>> @names_arguments
+    ... def record(*selectors, inputs=False, gradients=False): ...
+    >>> record("0", input=True)
+    Traceback (most recent call last):
+    scio_recorder.errors.ArgumentError: record() got an unexpected keyword argument 'input': write \
+inputs=
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as reason:
+            text = f"{function.__name__}() {reason}: {_on_arguments(signature, kwargs)}"
+            raise caught_as(ArgumentError, TypeError(), text) from None
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _on_arguments(signature: inspect.Signature, kwargs: Mapping[str, object]) -> str:
+    names = [name for name in signature.parameters if name != "self"]
+    unknown = next((name for name in kwargs if name not in names), "")
+    empty = inspect.Parameter.empty
+    optional = [name for name in names if signature.parameters[name].default is not empty]
+    near = difflib.get_close_matches(unknown, optional)
+    near = near or [name for name in optional if unknown and unknown in name]
+    return f"write {'= or '.join(near)}=" if near else f"its arguments are {', '.join(names)}"
+
+
+class Block(AbstractContextManager[T_co]):
+    """What a method that opens a block returns: it says so where it is taken for what is inside.
+
+    Parameters
+    ----------
+    manager : context manager
+        The block itself, which can be entered once.
+    name : str
+        The method.
+    """
+
+    def __init__(self, manager: AbstractContextManager[T_co], name: str) -> None:
+        self._manager: AbstractContextManager[T_co] | None = manager
+        self._open: list[AbstractContextManager[T_co]] = []
+        self._name = name
+
+    def __enter__(self) -> T_co:
+        if self._manager is None:
+            raise ArgumentError(f"a block is entered once: write rnet.{self._name}(...) again")
+        self._open, self._manager = [self._manager], None
+        return self._open[0].__enter__()
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._open.pop().__exit__(*exception)
+
+    def _refuse(self, kind: type[Exception]) -> Exception:
+        text = f"{self._name}() opens a block: write `with rnet.{self._name}(...) as {self._name}:`"
+        return caught_as(ArgumentError, kind(), f"{text}, and read what comes behind `as`")
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._refuse(AttributeError)
+
+    def __getitem__(self, key: object) -> Any:
+        raise self._refuse(TypeError)
+
+    def __len__(self) -> int:
+        raise self._refuse(TypeError)
+
+
+def opens_block(function: Callable[P, AbstractContextManager[T_co]]) -> Callable[P, Block[T_co]]:
+    """Let a method that returns a context manager return a `Block`, and name its arguments.
+
+    Examples
+    --------
+    >>> import contextlib
+    >>> @opens_block
+    ... def watch(last=None): return contextlib.nullcontext([])
+    >>> watch()[0]
+    Traceback (most recent call last):
+    scio_recorder.errors.ArgumentError: watch() opens a block: write `with rnet.watch(...) as ...
+    """
+    checked = names_arguments(function)
+
+    @functools.wraps(checked)
+    def opened(*args: P.args, **kwargs: P.kwargs) -> Block[T_co]:
+        return Block(checked(*args, **kwargs), function.__name__)
+
+    return opened
 
 
 def whole(name: str, value: object, least: int, error: type[RecorderError] = CollectError) -> int:

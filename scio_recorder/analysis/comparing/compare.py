@@ -69,12 +69,13 @@ from scio_recorder.lowlevel import (
     restore_random,
     untouched,
 )
-from scio_recorder.tensors import private
+from scio_recorder.tensors import names_arguments, private
 
 ToInputs = Callable[[Any], Any]
 _T = TypeVar("_T")
 
 
+@names_arguments
 def compare(
     reference: Recorder | Recording,
     candidate: Recorder | Recording,

@@ -26,7 +26,15 @@ from scio_recorder.nets.labelling.torchinfo import (
 )
 from scio_recorder.nets.operations import OperationTrace, ValueRequests
 from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.refusals import check_supported, failed_run, no_input, no_room, not_a_size
+from scio_recorder.nets.refusals import (
+    check_supported,
+    failed_run,
+    no_input,
+    no_room,
+    not_a_size,
+    takes_any_keyword,
+    unknown_keyword,
+)
 from scio_recorder.nets.sharded import Following, is_sharded, mark_shards, plain_type
 from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.nets.state.untouched import (
@@ -39,6 +47,7 @@ from scio_recorder.nets.state.untouched import (
     untouched,
 )
 from scio_recorder.tensors import private
+from scio_recorder.tensors.arguments import booleans
 from scio_recorder.tensors.structures import map_tensors
 
 # Keywords of ``torchinfo.summary``, with the values that they have unless they are given.
@@ -94,6 +103,7 @@ def label_net(
     >>> architecture[1, 2].module is net[1]
     True
     """
+    booleans(LabellingError, force_static_flow=force_static_flow)
     check_supported(net, summary_kwargs.get("device"))
     keywords = _keywords(net, summary_kwargs)
     # An interruption can come after torch has turned gradients off and before it restores them.
@@ -167,12 +177,18 @@ def _keywords(net: nn.Module, summary_kwargs: Mapping[str, Any]) -> dict[str, An
     # The net's own.
     further = {name: value for name, value in summary_kwargs.items() if name not in _DEFAULTS}
     size, data = keywords["input_size"], keywords["input_data"]
+    unknown = unknown_keyword(net, further, [*_DEFAULTS, "force_static_flow"])
     if size is None and data is None:
-        raise MissingInputError(no_input(net, [*further]))
+        raise MissingInputError(unknown or no_input(net, [*further]))
+    if unknown and not takes_any_keyword(net):
+        raise LabellingError(unknown)
     if size is not None and data is not None:
         raise LabellingError("give either input_size= or input_data=, not both")
     if size is not None and not isinstance(size, list | tuple):
         raise LabellingError(not_a_size(size))
+    kinds = keywords["dtypes"]
+    if not (kinds is None or all(isinstance(kind, torch.dtype) for kind in kinds)):
+        raise LabellingError(f"dtypes={kinds!r}: write one for each input, as [torch.float32]")
     if keywords["mode"] not in ("eval", "train"):
         raise LabellingError(f'mode={keywords["mode"]!r}: write "eval" or "train"')
     try:
