@@ -415,7 +415,7 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
             return; or a mapping from selectors to callables. A callable takes the layer's output,
             and returns its replacement, or None to keep it. It is called after recording, and not
             on a copy: a callable that works in place changes the record too. If no layer is
-            recorded, a callable for all of them acts on none.
+            recorded, a callable for all of them acts on none, with a warning.
         dont_record : bool, default False
             Record nothing, but still post-process.
 
@@ -456,12 +456,15 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
             # record nothing.
             run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]  # in torch
         try:
-            return run(
+            output = run(
                 net, args, kwargs, posts=activation_postproc, records_outputs=not dont_record
             )
         except Exception as error:
             _note_on_inputs(args, kwargs, error)
             raise
+        if activation_postproc and not self._capture.program.recording:
+            warn("activation_postproc acts on no layer: choose layers with record(...) first")
+        return output
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the calls of this recorder, as ``torch.nn.Module.compile`` does.

@@ -671,7 +671,7 @@ class CollectedPasses:
 def saying_what_is_durable(
     store: str | Store | None, num_parts: int | None = None
 ) -> Iterator[None]:
-    """Let Ctrl-C inside the block say in a note how to continue with what is on disk.
+    """Let Ctrl-C or a failing disk say in a note how to continue with what is durable.
 
     Parameters
     ----------
@@ -682,9 +682,11 @@ def saying_what_is_durable(
     """
     try:
         yield
-    except KeyboardInterrupt as interruption:
+    except (KeyboardInterrupt, OSError) as interruption:
+        # A refusal of this library has no number.
+        is_failure = getattr(interruption, "errno", 0) is not None
         path = getattr(as_store(store), "path", None)
-        text = "" if path is None else what_is_durable(path, num_parts)
+        text = "" if path is None or not is_failure else what_is_durable(path, num_parts)
         if text:
             interruption.add_note(text)
         raise

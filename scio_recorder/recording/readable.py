@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from scio_recorder.errors import ArgumentError
+from scio_recorder.errors import ArgumentError, caught_as
 from scio_recorder.layer import RowIdx, counted
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
@@ -126,6 +126,15 @@ class BatchInputs(OnDemand[Inputs]):
         return f"<inputs of {counted(len(self), 'batch')}>"
 
 
+class _Columns(dict[str, Tensor]):
+    """The columns of a recording by name."""
+
+    def __missing__(self, name: object) -> NoReturn:
+        there = f"there are {', '.join(map(repr, self))}" if self else "it was made without rows="
+        text = f"the recording has no column {name!r}: {there}; rows=Tokens(fields=...) adds some"
+        raise caught_as(ArgumentError, KeyError(), text)
+
+
 class Readable(LayerMapping[Any]):
     """The content of a recording; see `Recording`."""
 
@@ -140,7 +149,7 @@ class Readable(LayerMapping[Any]):
     ) -> None:
         super().__init__(architecture, {**held.values, **reductions}, "recording")
         self.sample_ids: SampleIds = held.sample_ids
-        self._rows = dict(held.rows)
+        self._rows = _Columns(held.rows)
         self._num_rows = held.num_rows
         self._rows_of_samples: RowsOfSamples | None = None
         self.complete = held.complete

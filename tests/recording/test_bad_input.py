@@ -448,6 +448,12 @@ def test_a_full_disk(tmp_path, monkeypatch):
     assert caught.value.errno == errno.ENOSPC
     durable = open_recording(tmp_path / "run").num_samples
     assert 0 < durable < 32
+    says = f"{durable} samples are durable, resume=True goes on after them"
+    assert says in caught.value.__notes__
+    # A refusal says itself what to write.
+    with pytest.raises(RecordingError, match="resume it with resume=True") as refused:
+        rnet.collect(data, store=store)
+    assert not hasattr(refused.value, "__notes__")
     resumed = rnet.collect(data, store=store, resume=True)
     assert_same(resumed, expected(rnet, data))
 

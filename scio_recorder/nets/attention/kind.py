@@ -273,6 +273,8 @@ class Attention(ABC):
         every = torch.arange(count, device=self._device)
         index = list(index) if isinstance(index, tuple | range) else index
         try:
+            if isinstance(index, str):
+                raise TypeError("leave it out for all")
             return every if index is None else every[index]
         except (IndexError, TypeError) as error:
             raise ArgumentError(f"there is no {what} {index!r} of {count}: {error}") from None

@@ -143,6 +143,9 @@ class Folder(Medium):
         with accessing(path):
             if makes_it:
                 make_folder(path)
+            elif not os.path.lexists(path):
+                advice = 'give the folder that collect(store="disk:PATH") or save(PATH) wrote'
+                raise FileNotFoundError(errno.ENOENT, f"No such file or directory: {advice}")
             self.descriptor = open_file(path, _FOLDER)
         # The folder, and the locked files by name.
         self._descriptors = {"": self.descriptor}
