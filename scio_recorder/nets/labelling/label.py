@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
 from scio_recorder.layer import DepthIdx, Label, Layer, Operation, shapes_of
@@ -156,7 +156,12 @@ def list_operations(
     keywords = _keywords(net, summary_kwargs)
     with preserved_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
         inputs = _inputs(net, keywords)
-        labelled = _label(net, keywords, inputs, OperationTrace)
+        try:
+            labelled = _label(net, keywords, inputs, OperationTrace)
+        except LabellingError:
+            # The network was moved since, and its inputs were not.
+            inputs = _moved_to(net, inputs)
+            labelled = _label(net, keywords, inputs, OperationTrace)
         if labelled.architecture != architecture:
             raise LabellingError(
                 "the layers of the net are not those of its labelling any more, so its operations "
@@ -205,17 +210,33 @@ def _inputs(net: nn.Module, keywords: Mapping[str, Any]) -> Inputs:
             # With different inputs, processes could take different paths, and wait for each other
             # forever.
             torch.manual_seed(0)
-        state = [*net.parameters(), *net.buffers()]
-        home = device or (state[0].device if state else torch.device("cpu"))
-        dtypes = (tensor.dtype for tensor in state)
-        numbers = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+        home, dtype = _home(net)
         # One for each input: there are at most as many inputs as entries of their sizes.
-        kinds = keywords["dtypes"] or [next(numbers, torch.float)] * len(size)
-        data = random_inputs(size, keywords["batch_dim"], kinds, home)
+        kinds = keywords["dtypes"] or [dtype] * len(size)
+        data = random_inputs(size, keywords["batch_dim"], kinds, device or home)
     is_mapping = isinstance(data, Mapping)
     args = () if is_mapping else tuple(data) if isinstance(data, list | tuple) else (data,)
     inputs = Inputs(args, {**(data if is_mapping else {}), **keywords["further"]})
     return inputs if device is None else map_tensors(lambda tensor: tensor.to(device), inputs)
+
+
+def _home(net: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Return the device of a network, and the dtype of its first weights with a fraction."""
+    state = [*net.parameters(), *net.buffers()]
+    dtypes = (tensor.dtype for tensor in state)
+    numbers = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    return state[0].device if state else torch.device("cpu"), next(numbers, torch.float)
+
+
+def _moved_to(net: nn.Module, inputs: Inputs) -> Inputs:
+    """Return inputs on the device of a network, those with a fraction in its dtype."""
+    device, dtype = _home(net)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+
+    result: Inputs = map_tensors(moved, inputs)
+    return result
 
 
 class _Labelled(NamedTuple):
