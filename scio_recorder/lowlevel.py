@@ -19,7 +19,7 @@ from scio_recorder.nets.architecture import nearest
 from scio_recorder.nets.attention import AttentionReader
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs, LayerMapping, shown_shapes
-from scio_recorder.nets.refusals import check_supported, refuse_unkeepable
+from scio_recorder.nets.refusals import check_supported, refuse_unkeepable, runs_without_gradients
 from scio_recorder.nets.selection import choose_modules, select_layers
 from scio_recorder.nets.sharded import InStep, is_sharded, needs_fsdp
 from scio_recorder.nets.state.moment import Moment, preserved_rng, random_state, restore_random
@@ -98,6 +98,7 @@ __all__ = [
     "restore_random",
     "rows_of",
     "run_in_mode",
+    "runs_without_gradients",
     "select_layers",
     "several",
     "shown_shapes",

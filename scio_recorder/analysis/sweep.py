@@ -35,10 +35,12 @@ from scio_recorder.lowlevel import (
     Inputs,
     NetState,
     RecordOptions,
+    caught_as,
     describe,
     is_rerun,
     is_sharded,
     refuse_transforms,
+    runs_without_gradients,
     shown_shapes,
     untouched,
     warn_of_other_kernels,
@@ -86,6 +88,11 @@ def sweep(
         try:
             with untouched(capture.net, *inputs[0], *inputs[1]) as runs.state:
                 return (_estimated if estimate else _patched)(runs, *inputs)
+        except RuntimeError as error:
+            reason = "" if estimate else runs_without_gradients(error)
+            if not reason:
+                raise
+            raise caught_as(ComparisonError, error, f"{error}: {reason}") from error
         finally:
             runs.remove()
 

@@ -223,14 +223,14 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     parts = (*inputs.args, *inputs.kwargs.values()) if inputs else (value,)
     if any(isinstance(part, np.ndarray) for part in parts):
         advice = "Probably it takes tensors, not NumPy arrays: convert them by torch.from_numpy(x)"
-    elif any(isinstance(part, list) for part in parts) and isinstance(cause, TypeError):
-        advice = "Probably it takes tensors, not lists: convert them by torch.tensor(x)"
     is_loader = inputs is None and isinstance(value, Iterable)
     if (is_loader and not isinstance(value, str | np.ndarray)) or _is_batch(net, keyword, inputs):
         advice = (
             "Probably it takes one batch of a loader: give next(iter(loader)), or of (inputs, "
             "labels) next(iter(loader))[0]"
         )
+    if isinstance(cause, TypeError) and isinstance(value, list) and not tensors(value):
+        advice = "Probably it takes tensors, not lists: convert them by torch.tensor(x)"
     is_shape = keyword == "input_size" and all(isinstance(part, int) for part in parts)
     if is_shape and (len(parts) == 1 or (len(parts) == 3 and parts[0] in (1, 3))):
         advice += f". For one sample of shape {parts}, write input_size={(1, *parts)}"
@@ -323,6 +323,23 @@ def cast_for(net: nn.Module | None, inputs: Inputs, error: BaseException) -> tup
                 f"{dtype_name(wanted)}"
             )
     return None
+
+
+def runs_without_gradients(error: BaseException) -> str:
+    """Return a sentence on a net that differentiates in its forward; empty for other errors.
+
+    Examples
+    --------
+    >>> runs_without_gradients(RuntimeError("element 0 of tensors does not require grad"))[:46]
+    'the network runs without gradients here, and d'
+    """
+    if "does not require grad" not in str(error):
+        return ""
+    return (
+        "the network runs without gradients here, and differentiates inside its forward: put `with "
+        "torch.enable_grad():` around that, or collect in passes of your own, inside `with "
+        "rnet.collecting(...) as collection:`"
+    )
 
 
 def refuse_unkeepable(layer: Layer, apart: Apart, searched: set[object]) -> None:

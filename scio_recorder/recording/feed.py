@@ -34,7 +34,7 @@ from scio_recorder.interpreter import objects_in
 from scio_recorder.layer import few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.refusals import cast_for
+from scio_recorder.nets.refusals import cast_for, runs_without_gradients
 from scio_recorder.recording.options import CollectOptions, LayerOptions
 from scio_recorder.recording.rows import Source, advice_on_lists
 from scio_recorder.stores import Store
@@ -665,7 +665,8 @@ def _failed(
     shown += [f"{name}={_described(value)}" for name, value in inputs.kwargs.items()]
     # A list of masks shows the number of samples, so this may come out only in the pass.
     advice = (
-        advice_on_lists(inputs.kwargs)
+        runs_without_gradients(error)
+        or advice_on_lists(inputs.kwargs)
         or _advice_on_dtype(error, net, inputs, batch)
         or f"the net was given {', '.join(shown) or 'nothing'}: write to_inputs=lambda batch: ... "
         "if it takes something else"

@@ -59,8 +59,12 @@ inputs=
 def _on_arguments(signature: inspect.Signature, kwargs: Mapping[str, object]) -> str:
     names = [name for name in signature.parameters if name != "self"]
     unknown = next((name for name in kwargs if name not in names), "")
-    empty = inspect.Parameter.empty
-    optional = [name for name in names if signature.parameters[name].default is not empty]
+    # What comes first is given by position.
+    optional = [
+        name
+        for name, each in signature.parameters.items()
+        if each.kind is each.KEYWORD_ONLY or each.default is not each.empty
+    ]
     near = difflib.get_close_matches(unknown, optional)
     near = near or [name for name in optional if unknown and unknown in name]
     return f"write {'= or '.join(near)}=" if near else f"its arguments are {', '.join(names)}"

@@ -336,3 +336,36 @@ def test_names_are_those_of_torch() -> None:
     for function, name in functions:
         assert function_name(function) == name
         assert short_name(function) == name
+
+
+@pytest.mark.parametrize("to", [torch.float64, torch.bfloat16, torch.float16, "meta"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"input_size": (1, 4)},
+        {"input_data": torch.ones(1, 4)},
+        {"input_data": {"x": torch.ones(1, 4), "rows": torch.zeros(1, dtype=torch.int64)}},
+    ],
+    ids=["size", "tensor", "names"],
+)
+def test_operations_are_listed_for_the_network_as_it_is_now(to: Any, given: Any) -> None:
+    class Sine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+            x = self.inner(x).sin()
+            return x if rows is None else x[rows]
+
+    net = Sine()
+    rnet = Recorder(net, **given)
+    net.to(to)
+    weight = net.inner.weight
+    x = torch.ones(3, 4, dtype=weight.dtype, device=weight.device)
+    rnet.record("/sin")
+    rnet(x)
+    record = rnet.activations["/sin"]
+    assert (record.dtype, record.device) == (weight.dtype, weight.device)
+    if not record.is_meta:
+        assert torch.equal(record, net.inner(x).sin())

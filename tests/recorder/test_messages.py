@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scio_recorder import LabellingError, LayerNotFoundError, PostprocessorError, Recorder
+from scio_recorder import (
+    LabellingError,
+    LayerNotFoundError,
+    PostprocessorError,
+    Recorder,
+    compare,
+)
 from scio_recorder.errors import RecorderError, SelectorTypeError
 from scio_recorder.postprocessors import OnInput
 
@@ -241,3 +247,52 @@ def test_arrays_go_to_networks_that_take_them() -> None:
             return torch.from_numpy(x)
 
     assert Recorder(Takes(), input_data=np.ones((1, 2))).architecture[0, 1].executed
+
+
+class Forces(nn.Module):
+    """Differentiates in its forward, as networks of physics do: an energy, and its slope."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.features, self.head, self.how = nn.Linear(3, 8), nn.Linear(8, 1), how
+
+    def energy(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.features(x))).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        if self.how == "backward":
+            self.energy(x).backward(inputs=[x])
+            return -x.grad  # type: ignore[operator]  # it is there
+        if self.how == "func":
+            slope: Tensor = torch.func.grad(self.energy)(x.detach())
+            return -slope
+        with torch.set_grad_enabled(self.how == "enabled" or torch.is_grad_enabled()):
+            return -torch.autograd.grad(self.energy(x), x)[0]
+
+
+@pytest.mark.parametrize("how", ["grad", "backward", "enabled", "func"])
+def test_networks_that_differentiate_in_their_forward(how: str) -> None:
+    torch.manual_seed(0)
+    net, x = Forces(how).eval(), torch.randn(4, 3)
+    rnet = Recorder(net, input_data=x)
+    rnet.record("")
+    # By hand: the slope of the energy.
+    inner = torch.tanh(net.features(x))
+    expected = (-((1 - inner**2) * net.head.weight) @ net.features.weight).detach()
+    calls: list[Callable[[], Any]] = [
+        lambda: rnet.collect([x], progress=False),
+        lambda: rnet.sweep(x, x + 1, lambda output: output.detach().mean()),
+        lambda: compare(rnet, rnet, [x]),
+    ]
+    if how in ("enabled", "func"):
+        torch.testing.assert_close(calls[0]()[""], expected)
+        assert calls[1]().clean == pytest.approx(expected.mean().item(), rel=1e-5)
+        return
+    for call in calls:
+        with pytest.raises(RecorderError, match=r"without gradients .* rnet\.collecting") as caught:
+            call()
+        assert isinstance(caught.value, RuntimeError)
+    with rnet.collecting() as collection:
+        net(x)
+    torch.testing.assert_close(collection.recording[""], expected)

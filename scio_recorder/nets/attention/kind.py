@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.errors import ArgumentError, AttentionError
+from scio_recorder.errors import ArgumentError, AttentionError, caught_as
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.arithmetic import float32_products_are_exact, undisturbed
 from scio_recorder.tensors.properties import dtype_name, is_dense
@@ -109,9 +109,11 @@ class Attention(ABC):
             )
 
         def __getitem__(self, index: Any) -> Any:
-            raise TypeError(
+            raise caught_as(
+                ArgumentError,
+                TypeError(),
                 "rnet.attention[layer] is an Attention, no tensor: for one [batch, heads, queries, "
-                "keys] write rnet.attention[layer].weights()"
+                "keys] write rnet.attention[layer].weights()",
             )
 
     def weights(self, heads: Index = None, queries: Index = None) -> Tensor:

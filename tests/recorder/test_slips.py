@@ -1,0 +1,312 @@
+"""Slips of newcomers, each with the error that it gets and what the error says to write."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import scio_recorder
+from scio_recorder import (
+    CollectError,
+    ComparisonError,
+    FlowError,
+    LabellingError,
+    LayerNotFoundError,
+    MissingInputError,
+    Nodes,
+    PostprocessorError,
+    Recorder,
+    RecordingError,
+    Tokens,
+    UnsupportedNetError,
+    compare,
+    open_recording,
+    reductions,
+    stores,
+    track,
+)
+from scio_recorder.errors import ArgumentError, RecomputeError, RecorderError, SelectorTypeError
+from scio_recorder.postprocessors import Ablate, Clip, Heads
+
+X = torch.ones(6, 4)
+IDS = torch.randint(5, 40, (2, 6), generator=torch.Generator().manual_seed(0))
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).eval()
+
+
+def recorder(*selectors: Any, **options: Any) -> Recorder:
+    rnet = Recorder(net(), input_size=(1, 4))
+    rnet.record(*selectors, **options)
+    return rnet
+
+
+def ran(*selectors: Any, **options: Any) -> Recorder:
+    rnet = recorder(*selectors, **options)
+    rnet(X)
+    return rnet
+
+
+@functools.cache
+def gpt2() -> nn.Module:
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 50}
+    made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
+    return made.eval()
+
+
+def text(*selectors: Any, **options: Any) -> Recorder:
+    rnet = Recorder(gpt2(), input_data=IDS)
+    rnet.record(*selectors, **options)
+    return rnet
+
+
+def attended() -> Any:
+    rnet = text("*.attn", attention=True)
+    rnet(IDS)
+    return rnet.attention["transformer.h.0.attn"]
+
+
+def collect(rnet: Recorder | None = None, batches: Any = (X,), **options: Any) -> Any:
+    return (rnet or recorder("0")).collect(batches, progress=False, **options)
+
+
+def sweep(**options: Any) -> Any:
+    return recorder("0").sweep(X, X + 1, **{"metric": lambda output: output.mean(), **options})
+
+
+def watched() -> Any:
+    rnet = recorder("0")
+    with rnet.watch() as passes:
+        rnet(X)
+    return passes
+
+
+def without_gradients() -> Any:
+    rnet = recorder("0", gradients=True)
+    with torch.no_grad():
+        rnet(X)
+    return rnet.gradients["0"]
+
+
+def assigned() -> None:
+    records: Any = ran("0").activations
+    records["0"] = X
+
+
+def closed() -> Any:
+    with recorder("0") as rnet:
+        pass
+    rnet(X)
+    return rnet.activations["0"]
+
+
+def entered_twice() -> None:
+    rnet = recorder("0")
+    block = rnet.guard()
+    for _ in range(2):
+        with block:
+            rnet(X)
+
+
+def read_too_early() -> Any:
+    rnet = recorder("0")
+    with rnet.collecting() as collection:
+        rnet(X)
+        return collection.recording
+
+
+def replaced() -> None:
+    rnet = recorder("2")
+    rnet.net[2] = nn.Linear(3, 2)  # type: ignore[operator]  # a Sequential
+    rnet(X)
+
+
+def post(function: Any, *selectors: str) -> Any:
+    return recorder(*(selectors or ("0",)))(X, activation_postproc=function)
+
+
+# What is written, the class of the error, and words that say what to write.
+SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    # -- constructing
+    (lambda: Recorder(nn.Linear, input_size=(1, 4)), UnsupportedNetError, "write Linear(...)"),
+    (lambda: Recorder(net().state_dict(), input_size=(1, 4)), UnsupportedNetError, "load weights"),
+    (lambda: Recorder("gpt2", input_size=(1, 4)), UnsupportedNetError, "make the module"),
+    (lambda: Recorder(net()), MissingInputError, "write input_size=(1, 3, 32, 32)"),
+    (lambda: Recorder(net(), (1, 4)), MissingInputError, "write Recorder(net, input_size=(1, 4))"),
+    (lambda: Recorder(net(), input_shape=(1, 4)), MissingInputError, "name is 'input_size'"),
+    (lambda: Recorder(net(), input_data=X, static_flow=False), LabellingError, "static_flow'"),
+    (lambda: Recorder(gpt2(), inputs_size=(1, 4)), MissingInputError, "'input_size'"),
+    (lambda: Recorder(net(), input_data=X, force_static_flow="no"), LabellingError, "or False"),
+    (lambda: Recorder(net(), input_data=X.tolist()), LabellingError, "by torch.tensor(x)"),
+    (lambda: Recorder(net(), input_data=X.numpy()), LabellingError, "by torch.from_numpy(x)"),
+    (lambda: Recorder(net(), input_data=DataLoader(X)), LabellingError, "next(iter(loader))"),
+    (
+        lambda: Recorder(net(), input_size=(1, 4), dtypes="float32"),
+        LabellingError,
+        "[torch.fl",
+    ),
+    (lambda: Recorder(net(), input_size=(1, 4), device="gpu"), LabellingError, 'such as "cuda"'),
+    (lambda: Recorder(gpt2(), input_data="a text"), LabellingError, "tokenizer(texts, return_ten"),
+    (lambda: Recorder(gpt2(), input_size=(1, 4)), LabellingError, "dtypes=[torch.long]"),
+    (lambda: Recorder(nn.DataParallel(net()), input_size=(1, 4)), UnsupportedNetError, ".module"),
+    # -- choosing layers
+    (lambda: recorder("layer1"), LayerNotFoundError, "there are '0', '1', '2'"),
+    (lambda: recorder(1, 3), SelectorTypeError, "write record((1, 3))"),
+    (lambda: recorder("1,3"), LayerNotFoundError, 'a label is written "1-3"'),
+    (lambda: recorder("net.0"), LayerNotFoundError, "the closest name is '0'"),
+    (lambda: recorder("2.weight"), LayerNotFoundError, "the closest name is '2'"),
+    (lambda: recorder(["0", "1"]), SelectorTypeError, "unpack it with *"),
+    (lambda: recorder("ReLU"), LayerNotFoundError, "give the class ReLU"),
+    (lambda: recorder(r"^\d$"), LayerNotFoundError, "given compiled, as re.compile(...)"),
+    (lambda: recorder(None), SelectorTypeError, "a selector is (1, 3)"),
+    (lambda: recorder("0", input=True), TypeError, "write inputs="),
+    (lambda: recorder("0", grads=True), ArgumentError, "write gradients="),
+    (lambda: recorder("0", attn=True), ArgumentError, "write attention="),
+    (lambda: recorder("0", copy=True), SelectorTypeError, 'write "auto", "always" or "never"'),
+    (lambda: recorder("0", calls="all"), SelectorTypeError, 'write "labelled" or "any"'),
+    (lambda: recorder("0/gelu"), LayerNotFoundError, "there are 'linear'"),
+    # -- running and reading
+    (lambda: ran().activations["0"], LayerNotFoundError, "Choose layers with rnet.record()"),
+    (lambda: recorder("0").activations["0"], LayerNotFoundError, "run the net with rnet(x)"),
+    (lambda: ran("0").activations["2"], LayerNotFoundError, 'rnet.record("1-3", ...)'),
+    (lambda: ran("0").activations[0], LayerNotFoundError, 'here "0"'),
+    (lambda: ran("0").inputs["0"], LayerNotFoundError, "record(..., inputs=True)"),
+    (lambda: ran("0", gradients=True).gradients["0"], LayerNotFoundError, "loss.backward()"),
+    (without_gradients, LayerNotFoundError, "outside of torch.no_grad()"),
+    (assigned, ArgumentError, "activation_postproc={'0': lambda output: ...}"),
+    (closed, LayerNotFoundError, "Choose layers with rnet.record()"),
+    (lambda: recorder("0").activation, AttributeError, "the closest name is 'activations'"),
+    (lambda: text("*.mlp").generate(IDS), AttributeError, "write rnet.net.generate"),
+    (lambda: recorder("0")(X.numpy()), TypeError, "write rnet(torch.from_numpy(x))"),
+    (lambda: recorder("0")(DataLoader(X)), TypeError, "write rnet.collect(loader)"),
+    (lambda: recorder("0")(X.double()), RuntimeError, "as x.to(torch.float32) does"),
+    (lambda: recorder("0")(X, dont_recrd=True), TypeError, "the closest name is 'dont_record'"),
+    (lambda: text("*.mlp")({"input_ids": IDS}), AttributeError, "write rnet(**batch)"),
+    (replaced, FlowError, "replaced by a fused kernel"),
+    (lambda: attended().weights("all"), ArgumentError, "leave it out for all"),
+    (lambda: attended().weights(heads=[9]), ArgumentError, "there is no head [9] of 2"),
+    (lambda: attended()[0], TypeError, "write rnet.attention[layer].weights()"),
+    (lambda: recorder().extract(X), SelectorTypeError, "choose layers with record(...) first"),
+    # -- changing
+    (lambda: post({"2": Clip(0.5)}), PostprocessorError, "record() it too"),
+    (lambda: post({"two": Clip(0.5)}), LayerNotFoundError, "there are '0', '1', '2'"),
+    (lambda: recorder()(X, activation_postproc=torch.relu), UserWarning, "record(...) first"),
+    (lambda: post(Clip), PostprocessorError, "write Clip()"),
+    (lambda: post(torch.zeros(3)), PostprocessorError, "give a callable for all recorded layers"),
+    (lambda: post([torch.relu], "0", "2"), PostprocessorError, "give one for each"),
+    (lambda: post(lambda x: x.detach().numpy()), PostprocessorError, "return a Tensor, or None"),
+    (lambda: post(lambda x: x[:, :2]), RuntimeError, "return a tensor of the same shape"),
+    (lambda: post(lambda module, args, output: output), PostprocessorError, "lambda output: ..."),
+    (lambda: post(Ablate(9)), PostprocessorError, "write Ablate(channels, dim=...)"),
+    (lambda: post(Heads(2, [0], Ablate())), PostprocessorError, "does not divide into 2 heads"),
+    # -- collecting
+    (lambda: collect(recorder()), CollectError, "choose layers with record(...) first"),
+    (lambda: collect(batches=X), CollectError, "write batches=[x] for one batch"),
+    (lambda: collect(batches=TensorDataset(X)), CollectError, "DataLoader(dataset, batch_size=32)"),
+    (lambda: collect(batches={"x": X}), CollectError, "write batches=[x] if it is one batch"),
+    (lambda: collect(batches=[X.numpy()]), CollectError, "torch.from_numpy(batch)"),
+    (lambda: collect(batches=[]), CollectError, "batches is empty"),
+    (lambda: collect(batches=[{"image": X, "y": X}]), CollectError, "lambda batch: batch['image']"),
+    (lambda: collect(batches=[X.double()]), CollectError, "batch.to(torch.float32)"),
+    (lambda: collect(text("*.mlp"), ["a text"]), CollectError, 'return_tensors="pt"'),
+    (
+        lambda: collect(text("*.attn"), [IDS]),
+        CollectError,
+        "batch: activation[0]",
+    ),
+    (lambda: collect(text("*.mlp"), [IDS, IDS[:, :3]]), CollectError, "write rows=Tokens()"),
+    (lambda: collect(sotre="host"), ArgumentError, "write store="),
+    (lambda: collect(batch_size=4), ArgumentError, "its arguments are batches, store, reduce"),
+    (lambda: collect(store="gpu"), CollectError, 'write store="device"'),
+    (lambda: collect(store="ram"), CollectError, 'write store="host"'),
+    (lambda: collect(store="a/run"), CollectError, 'write store="disk:a/run"'),
+    (lambda: collect(store=Path("a/run")), CollectError, 'write store="disk:'),
+    (lambda: collect(store=stores.Disk), CollectError, "write store=Disk(...)"),
+    (lambda: collect(store=None), CollectError, "give reduce="),
+    (lambda: collect(resume=True), CollectError, 'write store="disk:PATH"'),
+    (lambda: collect(reduce="mean"), CollectError, "write reductions.Mean()"),
+    (lambda: collect(reduce=reductions.Mean), CollectError, "write Mean()"),
+    (lambda: collect(reduce={"2": reductions.Mean()}), CollectError, "record() it too"),
+    (lambda: collect(rows="tokens"), CollectError, "give scio_recorder.Tokens(...)"),
+    (lambda: collect(rows=Nodes), CollectError, "write rows=Nodes()"),
+    (lambda: collect(rows=Tokens(fields="input_ids")), CollectError, '("input_ids",)'),
+    (lambda: collect(transform=lambda x, batch: None), CollectError, "return a tensor [batch, ..."),
+    (lambda: collect(transform=lambda x: x), CollectError, "transform(activation, batch)"),
+    (lambda: collect(transform=lambda x, batch: x.mean()), CollectError, "let it return [batch"),
+    (lambda: collect(to_inputs=X), CollectError, "write to_inputs=lambda batch: ..."),
+    (lambda: collect(max_batches="2"), CollectError, "give a whole number from 1 on"),
+    (lambda: collect(dtype="float16"), CollectError, "such as torch.bfloat16"),
+    # -- recordings
+    (
+        lambda: collect()["2"],
+        LayerNotFoundError,
+        "...) before rnet.collect(...)",
+    ),
+    (lambda: collect().activations, AttributeError, 'write recording["1-3"]'),
+    (lambda: collect().rows["position"], KeyError, "it was made without rows="),
+    (lambda: collect().plot("bars"), ArgumentError, 'write "histograms" or "depth"'),
+    (lambda: collect().loader("0", batchsize=2), ArgumentError, "write batch_size="),
+    (
+        lambda: collect().recompute(recorder("0"), "0"),
+        RecomputeError,
+        'write record("", inputs=True)',
+    ),
+    (lambda: open_recording("no/folder"), RecordingError, "give the folder that collect"),
+    (lambda: open_recording(Path(__file__).parent), RecordingError, "give the place to which"),
+    (lambda: open_recording(__file__), RecordingError, "name a folder"),
+    (lambda: reductions.Mean().compute(), CollectError, "call update() before compute()"),
+    # -- comparing, watching, guarding, sweeping
+    (lambda: compare(net(), net(), [X]), ComparisonError, "write Recorder(net, input_data=x)"),
+    (
+        lambda: compare(recorder(), recorder()),
+        ComparisonError,
+        "write compare(reference",
+    ),
+    (lambda: compare(recorder(), text("*.mlp"), [X]), ComparisonError, "Write match="),
+    (lambda: compare("a", "b"), ComparisonError, "open_recording('a')"),
+    (lambda: compare(recorder(), recorder(), [X], tol=0.1), ArgumentError, "write rtol= or atol="),
+    (lambda: scio_recorder.similarity(X, X), ComparisonError, "write rnet.collect(batches)"),
+    (lambda: recorder("0").guard(grad=True), ArgumentError, "write gradients="),
+    (
+        lambda: recorder("0").guard().origin,
+        AttributeError,
+        "write `with rnet.guard(...)",
+    ),
+    (entered_twice, RecorderError, "write rnet.guard(...) again"),
+    (lambda: recorder("0").watch(postproc=torch.relu), ArgumentError, "write activation_postproc="),
+    (lambda: recorder("0").watch()[0], TypeError, "write `with rnet.watch(...)"),
+    (lambda: watched()["0"], SelectorTypeError, "write passes[-1]['0']"),
+    (lambda: watched()[-1]["2"], LayerNotFoundError, 'rnet.record("1-3", ...)'),
+    (lambda: watched().cat("0", dim=7), ArgumentError, "write another dim="),
+    (read_too_early, CollectError, "read `recording` after it"),
+    (lambda: sweep(position=[0]), ArgumentError, "write positions="),
+    (lambda: sweep(metric="loss"), ComparisonError, "give a function of the network's output"),
+    (lambda: sweep(metric=lambda output: output), ComparisonError, "such as output[0, 3]"),
+    (lambda: recorder("0").sweep(X, X), ArgumentError, "arguments are clean, corrupted, metric"),
+    (lambda: track(net(), gradients=True), ArgumentError, "write grad="),
+    (lambda: recorder("0").on_gradients(print), SelectorTypeError, "record(..., gradients=True)"),
+]
+
+
+@pytest.mark.parametrize(("write", "kind", "says"), SLIPS, ids=lambda part: None)
+def test_slips_are_answered(
+    write: Callable[[], Any], kind: type[Exception], says: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(kind) as caught:
+        write()
+    error = caught.value
+    notes = getattr(error, "__notes__", [])
+    assert says in " ".join([str(error), *notes])
+    # Torch's or Python's own error has a note of ours, or comes from an attribute that we look up.
+    assert isinstance(error, RecorderError | AttributeError | UserWarning) or notes
+    assert not [*tmp_path.iterdir()]
