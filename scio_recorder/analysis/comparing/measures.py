@@ -220,10 +220,10 @@ def _bundles(pieces: Sequence[_Piece], numbers: Iterable[int]) -> list[list[int]
 def _stacked(bundle: Sequence[_Piece]) -> tuple[Tensor, Tensor]:
     """Return matrices with a line for each piece."""
     _, _, owns, others = zip(*bundle, strict=True)
-    if len(bundle) == 1:
-        # Large ones are not copied.
+    if len(bundle) == 1 and owns[0].numel() > 1:
+        # Large ones are not copied. The bits of a single number need a stride of one.
         return owns[0].reshape(1, -1).contiguous(), others[0].reshape(1, -1).contiguous()
-    return torch.stack(owns).flatten(1), torch.stack(others).flatten(1)
+    return torch.stack(owns).reshape(len(owns), -1), torch.stack(others).reshape(len(owns), -1)
 
 
 def _read(results: Sequence[_Columns]) -> Iterator[list[dict[str, float]]]:

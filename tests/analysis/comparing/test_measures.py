@@ -113,6 +113,7 @@ def test_many_pairs_at_once_have_figures_of_their_own(
     pairs[7][1][[3, 150]] = INF
     pairs += [(one, one.to(torch.bfloat16)) for one in (near[0], torch.arange(4.0))]
     pairs.append((torch.arange(9), torch.arange(9) + 1))
+    pairs += [(torch.tensor(1.0), torch.tensor(other)) for other in (1.0, 3.0, NAN)]
     all_figures = measure_all(pairs, tolerance, only_counts=only_counts)
     for figures, (one, two) in zip(all_figures, pairs, strict=True):
         same = np.isclose(numbers(two), numbers(one), rtol=0, atol=tolerance.atol, equal_nan=True)
@@ -147,6 +148,9 @@ def test_integers_beyond_float64_that_differ_do_so_by_one() -> None:
 
 
 def test_complex_numbers() -> None:
+    single = torch.zeros(1, 2, dtype=torch.complex128)[:, ::2]
+    assert single.stride(1) == 2
+    assert measure(single, single + 3j, Tolerance()).max_abs == 3
     one, two = torch.randn(2, 50, dtype=torch.complex64)
     two[:10] = one[:10]
     a, b = one.to(torch.complex128).numpy(), two.to(torch.complex128).numpy()
