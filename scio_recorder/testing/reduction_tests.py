@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import random
@@ -122,7 +123,9 @@ class ReductionTests:
         """
         generator = torch.Generator().manual_seed(2)
         values = torch.randn(_COUNT, 3, 2, generator=generator) * 3 + 4
-        return (values > 4) if dtype == torch.bool else values.abs().to(dtype)
+        if dtype == torch.bool:
+            return values > 4
+        return (values if dtype.is_signed else values.abs()).to(dtype)
 
     # The tests.
 
@@ -162,11 +165,11 @@ class ReductionTests:
 
     def test_nothing_given_is_kept_or_changed(self) -> None:
         """Neither is what the caller gave changed, nor the state through it or through a result."""
-        for options in self._options():
-            reduction, samples = self.make(**options), self.samples()
+        for options, dtype in itertools.product(self._options(), self.dtypes):
+            reduction, samples = self.make(**options), self.samples(dtype)
             activation = samples.clone()
             reduction.update(activation, {"labels": _some_labels()})
-            assert_same(activation, samples, "what was given")
+            assert_same(activation, samples, f"what was given, {dtype}")
             expected = copy.deepcopy(reduction.compute())
             activation.zero_()
             assert_same(reduction.compute(), expected, "result after the activation changed")

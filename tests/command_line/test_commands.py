@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import io
 import re
 import subprocess
@@ -14,7 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from scio_recorder import Recorder, open_recording
-from scio_recorder.command_line import main
+from scio_recorder.command_line import command_arguments, commands, main
 
 NETS = """
 import torch
@@ -251,7 +253,7 @@ def test_shapes_as_people_write_them(size: list[str], capsys: pytest.CaptureFixt
 def test_help_comes_without_torch(words: list[str]) -> None:
     code = f"""
 import sys
-from scio_recorder.command_line import main
+from scio_recorder.command_line import command_arguments, commands, main
 try:
     main({words})
 except SystemExit:
@@ -339,6 +341,28 @@ def test_as_a_program() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "Linear" in done.stdout
+
+
+def test_every_argument_is_read() -> None:
+    arguments = set()
+    for command in (
+        "summary",
+        "collect",
+        "status",
+        "inspect",
+        "verify",
+        "report",
+        "compare",
+        "demo",
+    ):
+        parser = argparse.ArgumentParser(add_help=False)
+        getattr(command_arguments, command)(parser)
+        arguments |= {action.dest for action in parser._actions}
+    tree = ast.parse(Path(commands.__file__).read_text(encoding="utf-8"))
+    reads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    read = {node.attr for node in reads if ast.unparse(node.value) == "parsed"}
+    assert len(arguments) > 20
+    assert arguments <= read
 
 
 def test_without_a_word_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -598,6 +598,8 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "divided": lambda scores, value: (1 / scores.softmax(-1)) @ value,
     "over queries": lambda scores, value: scores.softmax(-2) @ value,
+    "over heads": lambda scores, value: scores.softmax(1) @ value,
+    "over samples": lambda scores, value: scores.softmax(0) @ value,
     "linear attention": lambda scores, value: scores.softmax(-1) @ (scores.softmax(-2).mT @ value),
     "of keys alone": lambda scores, value: scores @ (scores.softmax(-2).mT @ value),
     "shared queries": lambda scores, value: torch.einsum(

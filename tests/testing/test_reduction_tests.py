@@ -124,6 +124,18 @@ class WritesIntoWhatItIsGiven(Mean):
             activation.detach().zero_()
 
 
+class WritesIntoDoubles(Mean):
+    def update(self, activation, batch=None, **more):
+        super().update(activation, batch, **more)
+        if activation.dtype == torch.float64:
+            activation.abs_()
+
+
+class TakesMagnitudes(Mean):
+    def _add(self, samples):
+        super()._add(samples if samples.dtype == torch.bool else samples.abs())
+
+
 class StatesThatAreNoJson(Mean):
     def state_dict(self):
         return super().state_dict() | {"more": {1, 2}}
