@@ -250,8 +250,8 @@ def no_room(copied_bytes: int) -> str:
 
     Examples
     --------
-    >>> no_room(1 << 29)
-    'there is too little memory for labelling ... takes 512 MiB beside it, and a pass on top...
+    >>> no_room(1 << 29)[:42], "takes 512 MiB beside it" in no_room(1 << 29)
+    ('there is too little memory for labelling: ', True)
     """
     return (
         "there is too little memory for labelling: the copy of the network that is run in its "

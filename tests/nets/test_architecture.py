@@ -102,7 +102,9 @@ def test_a_name_that_looks_like_a_label():
     net.add_module("1-1", nn.Tanh())
     architecture = label(net)
     assert architecture["7-7"].type_name == "ReLU"
-    assert architecture["1-1"].type_name == "ReLU"
+    assert architecture[1, 1].type_name == "ReLU"
+    with pytest.raises(LayerNotFoundError, match=r"label of .*ReLU.* the name of .*Tanh"):
+        architecture["1-1"]
 
 
 def test_calls_and_names_of_modules():

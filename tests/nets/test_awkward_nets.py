@@ -196,9 +196,9 @@ INTERRUPTS = [
     ("Capture._expect_rerun", 5),
     ("ModuleHook.after", 20),
     ("Pass.receive", 60),
-    ("keep", 40),
+    ("Keeper.keep", 40),
     ("Capture._finish", 20),
-    ("Pass.learn", 40),
+    ("Pass._learn", 40),
 ]
 
 
