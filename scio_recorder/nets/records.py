@@ -224,6 +224,8 @@ class LayerMapping(Mapping["RowIdx", T], Generic[T]):
                 hint = ': it holds them itself, so write recording["1-3"] or a name'
             elif name in ("inputs", "attention"):
                 hint = f": write rnet.{name}, or for a pass of a block passes.{name}[-1]"
+            elif hasattr(Tensor, name):
+                hint = f", but its tensors have: write [label].{name}"
             text = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
             raise AttributeError(text, name=name, obj=self)
 

@@ -63,8 +63,10 @@ if TYPE_CHECKING:
 # Only transformers' Trainer looks for it. It would mistake our forward's keywords for the
 # network's.
 _OF_TRAINERS = "accepts_loss_kwargs"
-# Methods of TransformerLens and nnsight, and what does their work.
-_OF_OTHER_LIBRARIES = {
+# Methods of TransformerLens and nnsight and other guesses, and what does their work.
+_ELSEWHERE = {
+    **dict.fromkeys(("close", "clear", "reset", "stop"), "rnet.remove()"),
+    **dict.fromkeys(("labels", "layers"), "rnet.architecture"),
     "run_with_cache": "rnet.record(...), then rnet(x), and read rnet.activations",
     "run_with_hooks": "rnet(x, activation_postproc={...}), with recorded layers as keys",
     "trace": "rnet.record(...), then rnet(x), and read rnet.activations",
@@ -974,8 +976,8 @@ class Collecting(nn.Module):
                     f", but its network has: write rnet.net.{name}. Calls of the network by other "
                     "code are recorded inside `with rnet.watch() as passes:`"
                 )
-            elif name in _OF_OTHER_LIBRARIES:
-                hint = f": write {_OF_OTHER_LIBRARIES[name]}"
+            elif name in _ELSEWHERE:
+                hint = f": write {_ELSEWHERE[name]}"
             elif hasattr(Recording, name):
                 hint = f", but a recording has: write rnet.collect(batches).{name}"
             text = f"'Recorder' object has no attribute {name!r}{hint}"

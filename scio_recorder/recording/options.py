@@ -17,7 +17,13 @@ from scio_recorder.errors import CollectError
 from scio_recorder.layer import Layer, RowIdx, TensorSpec, few, text_of
 from scio_recorder.nets.selection import by_selector, selector_for
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
-from scio_recorder.tensors.arguments import floating_or_none, names_arguments, takes, whole
+from scio_recorder.tensors.arguments import (
+    booleans,
+    floating_or_none,
+    names_arguments,
+    takes,
+    whole,
+)
 from scio_recorder.tensors.properties import dtype_name
 
 # A recorder imports this module for the signatures of its methods, and no more of this room.
@@ -108,6 +114,8 @@ class CollectOptions:
     def __post_init__(self) -> None:
         from scio_recorder.recording.rows import Rows
 
+        flags = {name: getattr(self, name) for name in ("stop_early", "progress", "resume")}
+        booleans(CollectError, **flags)
         self.every = whole("every", self.every, 1)
         if self.max_batches is not None:
             self.max_batches = whole("max_batches", self.max_batches, 1)

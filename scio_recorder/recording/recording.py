@@ -30,7 +30,13 @@ from scio_recorder.stores.disk import CHUNK_BYTES, held_by
 from scio_recorder.stores.disk_format.reader import to_ids
 from scio_recorder.stores.files import RunReader
 from scio_recorder.stores.kept_inputs import KeptCall, unpack
-from scio_recorder.tensors.arguments import ProcessRank, names_arguments, this_process, whole
+from scio_recorder.tensors.arguments import (
+    ProcessRank,
+    booleans,
+    names_arguments,
+    this_process,
+    whole,
+)
 from scio_recorder.tensors.properties import dtype_name
 
 if TYPE_CHECKING:
@@ -480,6 +486,7 @@ def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Rec
     ...     recording.complete, recording["0-1"].shape
     (True, torch.Size([3, 2]))
     """
+    booleans(ArgumentError, verify=verify)
     return opened(RunReader(path, verify=verify), {})
 
 

@@ -110,10 +110,11 @@ def fresh(pattern: Any) -> Reductions:
     if patterns and all(isinstance(each, Reduction) for each in patterns):
         each = [reduction.fresh() for reduction in patterns]
         return each if is_list else each[0]
-    shown = pattern.__name__ if isinstance(pattern, type) else repr(pattern)
-    hint = f": write {shown}()" if isinstance(pattern, type) else ""
-    if isinstance(pattern, str) and pattern.capitalize() in reductions.__all__:
-        hint = f": write reductions.{pattern.capitalize()}()"
+    wrong = next((each for each in patterns if not isinstance(each, Reduction)), pattern)
+    shown = wrong.__name__ if isinstance(wrong, type) else repr(wrong)
+    hint = f": write {shown}()" if isinstance(wrong, type) else ""
+    if isinstance(wrong, str) and wrong.capitalize() in reductions.__all__:
+        hint = f": write reductions.{wrong.capitalize()}()"
     raise CollectError(
         f"reduce has {shown} where a reduction is expected{hint}; give objects such as "
         "scio_recorder.reductions.Mean(), a list of them, or a mapping by selector"

@@ -185,6 +185,9 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (assigned, ArgumentError, "activation_postproc={'0': lambda output: ...}"),
     (closed, LayerNotFoundError, "Choose layers with rnet.record()"),
     (lambda: recorder("0").activation, AttributeError, "the closest name is 'activations'"),
+    (lambda: ran("0").activations.shape, AttributeError, "write [label].shape"),
+    (lambda: recorder("0").layers, AttributeError, "write rnet.architecture"),
+    (lambda: recorder("0").close(), AttributeError, "write rnet.remove()"),
     (lambda: text("*.mlp").generate(IDS), AttributeError, "write rnet.net.generate"),
     (lambda: recorder("0")(X.numpy()), TypeError, "write rnet(torch.from_numpy(x))"),
     (lambda: recorder("0")(DataLoader(X)), TypeError, "write rnet.collect(loader)"),
@@ -244,6 +247,8 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: collect(transform=lambda x, batch: x.mean()), CollectError, "let it return [batch"),
     (lambda: collect(to_inputs=X), CollectError, "write to_inputs=lambda batch: ..."),
     (lambda: collect(max_batches="2"), CollectError, "give a whole number from 1 on"),
+    (lambda: collect(stop_early="no"), CollectError, "write True or False"),
+    (lambda: collect(reduce=["mean"]), CollectError, "write reductions.Mean()"),
     (lambda: collect(dtype="float16"), CollectError, "such as torch.bfloat16"),
     # -- recordings
     (
@@ -262,6 +267,7 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: open_recording("no/folder"), RecordingError, "give the folder that collect"),
     (lambda: open_recording(Path(__file__).parent), RecordingError, "give the place to which"),
+    (lambda: open_recording("x", verify="all"), ArgumentError, "write True or False"),
     (lambda: open_recording(__file__), RecordingError, "name a folder"),
     (lambda: reductions.Mean().compute(), CollectError, "call update() before compute()"),
     # -- comparing, watching, guarding, sweeping
