@@ -31,6 +31,7 @@ from scio_recorder.nets.records import Recorded
 from scio_recorder.nets.records import copied as as_complete
 from scio_recorder.postprocessors.assigning import Assigned
 from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import refuse_lost
 from scio_recorder.tensors.ownership import Hold, exchange, has_place, own_copy
 from scio_recorder.tensors.properties import inner_tensors, memories_of, same_bits, version_of
 from scio_recorder.tensors.structures import Apart, Rebuild, fold, tensors
@@ -289,6 +290,7 @@ def offload(apart: Apart) -> Recorded:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
+    refuse_lost(tensor)
     if tensor.device.type != "cuda" or tensor.layout is not torch.strided:
         return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)

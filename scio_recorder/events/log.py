@@ -26,7 +26,7 @@ from scio_recorder.lowlevel import (
     takes_hooks,
     warn,
 )
-from scio_recorder.tensors import map_tensors, names_arguments, private
+from scio_recorder.tensors import has_memory, map_tensors, names_arguments, private
 
 if TYPE_CHECKING:
     import pandas
@@ -308,8 +308,9 @@ def track(
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
-    # A tensor without data can't be moved.
-    return tensor.detach().to("meta" if tensor.is_meta else "cpu", copy=True)
+    # A tensor without data, or whose memory is gone, can't be moved.
+    has_data = has_memory(tensor) and not tensor.is_meta
+    return tensor.detach().to("cpu" if has_data else "meta", copy=True)
 
 
 def _default_stash(stash_value: StashValue, event: Event) -> Stash:

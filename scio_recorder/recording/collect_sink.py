@@ -29,7 +29,7 @@ from scio_recorder.stores.disk_format.tensor_file import expect
 from scio_recorder.stores.kept_inputs import KeptCall, KeptCalls
 from scio_recorder.stores.store import NoRoomError
 from scio_recorder.tensors.arithmetic import without_lazy_sign
-from scio_recorder.tensors.copies import gathered
+from scio_recorder.tensors.copies import gathered, refuse_lost
 from scio_recorder.tensors.digests import WeightDigests, digest_of
 from scio_recorder.tensors.properties import has_samples, version_of
 from scio_recorder.tensors.structures import tensors
@@ -136,6 +136,7 @@ class LayerSink(abc.ABC):
 
     def _transformed(self, batch: Batch, activation: Any) -> Tensor:
         """Return the tensor to keep: the layer's output, or the result of the transform."""
+        refuse_lost(*tensors(activation))
         result = activation
         if self.transform is not None:
             result = self._apply(self.transform, batch, activation)

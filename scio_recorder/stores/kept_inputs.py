@@ -22,6 +22,7 @@ from scio_recorder.nets.state.moment import Moment
 from scio_recorder.stores.disk_format.reader import KeptBatches, KeptReader, Packed
 from scio_recorder.stores.disk_format.tensor_file import JSON, entries, expect
 from scio_recorder.stores.files import RunReader, parsing
+from scio_recorder.tensors.copies import refuse_lost
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.properties import DTYPES, dtype_name, is_plain
 from scio_recorder.tensors.structures import flatten, fold
@@ -156,6 +157,7 @@ class KeptCalls:
         Strides decide which kernel runs, and so the last bits of its result. For expanded
         dimensions one element is kept.
         """
+        refuse_lost(tensor)
         if not is_plain(tensor):
             if self._for_file:
                 raise UnkeepableError(

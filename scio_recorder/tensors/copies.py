@@ -8,9 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from scio_recorder.errors import MutationError
 from scio_recorder.tensors.properties import (
     Version,
     extent_of,
+    has_memory,
     is_plain,
     same_bits,
     version_of,
@@ -112,6 +114,27 @@ class StridedCopy:
         return back.as_strided(self._shape, self._strides)
 
 
+def refuse_lost(*tensors: Tensor) -> None:
+    """Refuse tensors whose memory was freed or shrunk: whoever read them would end the process.
+
+    Examples
+    --------
+    >>> x = torch.ones(2)
+    >>> _ = x.untyped_storage().resize_(0)
+    >>> refuse_lost(x)
+    Traceback (most recent call last):
+    ...
+    scio_recorder.errors.MutationError: the memory of a tensor of shape (2,) was freed or ...
+    """
+    for tensor in tensors:
+        if not has_memory(tensor):
+            raise MutationError(
+                f"the memory of a tensor of shape {tuple(tensor.shape)} was freed or shrunk, as by "
+                "offloading, so its numbers can't be read: give it its memory back first, or leave "
+                "out the layer that receives or returns it"
+            )
+
+
 def twin(tensor: Tensor) -> Tensor:
     """Return a detached copy in new memory, with the same strides if possible.
 
@@ -125,11 +148,17 @@ def twin(tensor: Tensor) -> Tensor:
     torch.Tensor
         The copy.
 
+    Raises
+    ------
+    MutationError
+        Its memory is gone.
+
     Examples
     --------
     >>> twin(torch.zeros(2, 6)[:, ::2]).stride()
     (6, 2)
     """
+    refuse_lost(tensor)
     has_graph = tensor.requires_grad and torch.is_grad_enabled()
     copy = (tensor.detach() if has_graph else tensor).clone()
     if is_plain(tensor) and copy.stride() != tensor.stride():

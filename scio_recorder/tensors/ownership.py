@@ -196,6 +196,9 @@ def own_copy(tensor: Tensor) -> Tensor:
     # graph. Nor has a tensor of inference mode.
     is_base = not tensor.is_inference() and private.base_of(tensor) is None
     is_on_graph = has_place(tensor) or (is_base and tensor.is_leaf)
+    if not has_memory(tensor):
+        # Reading the record says so.
+        return tensor.detach()
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return own_copy(tensor)

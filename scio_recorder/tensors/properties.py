@@ -134,15 +134,27 @@ def has_memory(tensor: Tensor) -> bool:
     return all(map(_fits_its_memory, inner_tensors(tensor)))
 
 
+def regain_memory(tensor: Tensor) -> None:
+    """Give a tensor whose memory was freed or shrunk enough of it again, of any content."""
+    for inner in inner_tensors(tensor):
+        if not _fits_its_memory(inner):
+            inner.untyped_storage().resize_(_bytes_needed(inner))
+
+
 def _fits_its_memory(tensor: Tensor) -> bool:
     try:
         num_bytes = tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
         # Sparse and other layouts have none of their own.
         return True
+    return bool(_bytes_needed(tensor) <= num_bytes)
+
+
+def _bytes_needed(tensor: Tensor) -> Any:
+    """Return the size that the storage of a tensor must have, which may be a symbol."""
     extent = tensor.numel() if tensor.is_nested else extent_of(tensor)
     start = 0 if tensor.is_nested else tensor.storage_offset()
-    return extent == 0 or (start + extent) * tensor.itemsize <= num_bytes
+    return (start + extent) * tensor.itemsize if extent else 0
 
 
 def extent_of(tensor: Tensor) -> int:

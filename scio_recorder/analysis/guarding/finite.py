@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from scio_recorder.layer import Layer, Operation, describe
 from scio_recorder.lowlevel import ObservingMode, plain_parts
-from scio_recorder.tensors import is_dense, private, tensors, version_of
+from scio_recorder.tensors import has_memory, is_dense, private, tensors, version_of
 
 KINDS = ("nan", "inf")
 _FINITE: frozenset[str] = frozenset()
@@ -133,11 +133,13 @@ def _parts_of(tensor: Tensor) -> Sequence[Tensor]:
     # What most tensors are is asked first, since every call asks.
     is_usual = type(tensor) is Tensor and dtype in _USUAL and tensor.layout is _STRIDED
     if is_usual and not tensor.is_nested and not tensor.is_meta:
-        return (tensor,) if tensor.numel() else ()
+        return (tensor,) if tensor.numel() and has_memory(tensor) else ()
     if type(tensor) not in _PLAIN or not is_dense(tensor):
         parts = () if private.is_traced(tensor) else plain_parts(tensor.detach())
         return [inner for part in parts if type(part) in _PLAIN for inner in _parts_of(part)]
     if not (dtype.is_floating_point or dtype.is_complex) or tensor.is_meta or not tensor.numel():
+        return ()
+    if not has_memory(tensor):
         return ()
     # Float8 has no such operations.
     return (tensor.float() if dtype.itemsize == 1 else tensor,)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.tensors.properties import is_plain, same_bits, version_of
+from scio_recorder.tensors.properties import has_memory, is_plain, same_bits, version_of
 from scio_recorder.tensors.structures import tensors
 
 _SMALL_BYTES = 1 << 18
@@ -157,7 +157,7 @@ class Moment:
             autocast=_autocast_state(),
             training=[inner.training for inner in module.modules()],
             buffers=[
-                buffer if inner.training or buffer.nbytes <= _SMALL_BYTES else None
+                buffer if _is_copied(inner, buffer) else None
                 for inner, _, buffer in _buffers(module)
             ],
             requires_grad=[leaf.requires_grad for leaf in leaves],
@@ -276,7 +276,7 @@ def sampled(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
         is_gapless = tensor.is_contiguous() or (
             tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
         )
-        if is_gapless and tensor.numel():
+        if is_gapless and tensor.numel() and has_memory(tensor):
             step = -(-tensor.numel() // _SAMPLED)
             count = -(-tensor.numel() // step)
             kind = tensor.device, tensor.dtype
@@ -287,7 +287,8 @@ def sampled(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
 def joined(views: dict[Any, list[Tensor]]) -> dict[Any, Tensor]:
     """Return the values: reading all those of the tensors would take as long as a small pass."""
     with torch.no_grad():
-        return {kind: torch.cat(some) for kind, some in views.items()}
+        there = {kind: [*filter(has_memory, some)] for kind, some in views.items()}
+        return {kind: torch.cat(some) for kind, some in there.items() if some}
 
 
 def same_samples(left: dict[Any, Tensor], right: dict[Any, Tensor]) -> bool:
@@ -318,6 +319,10 @@ def _put(module: nn.Module, name: str, buffer: Tensor, then: Tensor) -> None:
         buffer.data.copy_(then)
     else:
         module._buffers[name] = then.to(buffer.device, copy=True)
+
+
+def _is_copied(module: nn.Module, buffer: Tensor) -> bool:
+    return (module.training or buffer.nbytes <= _SMALL_BYTES) and has_memory(buffer)
 
 
 def _homes(module: nn.Module) -> list[str]:

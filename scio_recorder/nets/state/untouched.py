@@ -52,7 +52,14 @@ from scio_recorder.nets.state.moment import (
     sampled,
 )
 from scio_recorder.tensors import private
-from scio_recorder.tensors.properties import Version, is_dense, is_plain, version_of
+from scio_recorder.tensors.properties import (
+    Version,
+    has_memory,
+    is_dense,
+    is_plain,
+    regain_memory,
+    version_of,
+)
 from scio_recorder.tensors.structures import COLLECTIONS, MAPPINGS, map_tensors, refill, slots
 
 # Objects of these packages are not a network's own, and may belong to other threads.
@@ -329,15 +336,18 @@ class _TensorNote(NamedTuple):
     requires_grad: bool
     # -1 if it was made in inference mode.
     version: Version
+    # Whether its memory was there; that of an offloaded weight may be gone between passes.
+    is_there: bool
 
 
 def _noted(tensor: Tensor, *, is_weight: bool, with_values: bool) -> _TensorNote:
     written = data = tensor.data
     if (is_weight or is_dense(data)) and 0 in data.stride():
         written = data[tuple(slice(None if step else 1) for step in data.stride())]
-    values = written.detach().clone() if with_values else None
+    is_there = has_memory(written)
+    values = written.detach().clone() if with_values and is_there else None
     version = tensor._version if is_weight else version_of(tensor)
-    return _TensorNote(tensor, data, written, values, tensor.requires_grad, version)
+    return _TensorNote(tensor, data, written, values, tensor.requires_grad, version, is_there)
 
 
 def _marks_of(notes: Sequence[_TensorNote]) -> list[tuple[int, int, bool]]:
@@ -508,12 +518,13 @@ class NetState:
     @torch.no_grad()
     def _put_back_tensors(self, notes: list[_TensorNote]) -> None:
         self._lost = []
-        for tensor, data, written, values, requires_grad, version in notes:
+        for tensor, data, written, values, requires_grad, version, is_there in notes:
             is_inference = version == -1
             if values is not None:
+                regain_memory(written)
                 with torch.inference_mode(is_inference):
                     written.copy_(values)
-            elif version_of(tensor) != version:
+            elif is_there and version_of(tensor) != version:
                 self._lost.append(self._everything[id(tensor)].path)
             if not is_inference:
                 # `net.to(device)` swaps the memory under a parameter, and copying to a sparse
@@ -665,7 +676,8 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     Raises
     ------
     NotSeparateError
-        ``deepcopy`` refuses it, for example tensors inside a graph, or returns another one.
+        ``deepcopy`` refuses it, for example tensors inside a graph, or returns another one; or
+        tensors in it lack their memory.
 
     Examples
     --------
@@ -674,6 +686,8 @@ def copy_net(net: nn.Module, *, keep_hooks: bool = False) -> nn.Module:
     >>> twin.weight is net.weight, bool((twin.weight == net.weight).all())
     (False, True)
     """
+    if any(issubclass(type(x), Tensor) and not has_memory(x) for x, _ in reached([net]).values()):
+        raise NotSeparateError
     kept = [] if keep_hooks else own_hooks(net)
     memo = {id(vars(module)[name]): hooks for module, name, hooks in kept} | _shared(net)
     try:
@@ -697,7 +711,12 @@ def _kinds_of(net: nn.Module) -> list[tuple[str, type]]:
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """Return a detached copy that requires a gradient if the tensor is a leaf that does."""
+    """Return a detached copy that requires a gradient if the tensor is a leaf that does.
+
+    A tensor without its memory is left as it is.
+    """
+    if not has_memory(tensor):
+        return tensor
     clone = tensor.detach().clone()
     return clone.requires_grad_(tensor.requires_grad) if tensor.is_leaf else clone
 

@@ -1,0 +1,38 @@
+"""Tensors whose memory is gone are left alone, or an error: they never end the process."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("lost_memory.py")
+PLACES = ("parameter", "buffer", "attribute", "container", "input", "output")
+# Read from its text: the program runs when it is imported with arguments.
+WAYS = next(
+    [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+    for node in ast.parse(PROGRAM.read_text(encoding="utf-8")).body
+    if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+)
+
+
+def run(how: str, where: str, way: str, folder: Path) -> None:
+    command = [sys.executable, str(PROGRAM), how, where, way, str(folder / "memory")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+
+
+@pytest.mark.parametrize(("how", "where"), [("freed", "parameter"), ("shrunk", "output")])
+def test_lost_memory_in_all_functions(how: str, where: str, tmp_path: Path) -> None:
+    run(how, where, "all", tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("how", ["freed", "shrunk", "mapped"])
+def test_lost_memory(how: str, where: str, way: str, tmp_path: Path) -> None:
+    run(how, where, str(way), tmp_path)
