@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from scio_recorder import Recorder, open_recording
-from scio_recorder.command_line import command_arguments, commands, main
+from scio_recorder.command_line import command_arguments, main
 
 NETS = """
 import torch
@@ -253,7 +253,7 @@ def test_shapes_as_people_write_them(size: list[str], capsys: pytest.CaptureFixt
 def test_help_comes_without_torch(words: list[str]) -> None:
     code = f"""
 import sys
-from scio_recorder.command_line import command_arguments, commands, main
+from scio_recorder.command_line import main
 try:
     main({words})
 except SystemExit:
@@ -358,7 +358,7 @@ def test_every_argument_is_read() -> None:
         parser = argparse.ArgumentParser(add_help=False)
         getattr(command_arguments, command)(parser)
         arguments |= {action.dest for action in parser._actions}
-    tree = ast.parse(Path(commands.__file__).read_text(encoding="utf-8"))
+    tree = ast.parse((Path(command_arguments.__file__).parent / "commands.py").read_text("utf-8"))
     reads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     read = {node.attr for node in reads if ast.unparse(node.value) == "parsed"}
     assert len(arguments) > 20
