@@ -410,8 +410,8 @@ def on_disk(
 
     yield Line("loader, onto the device / a plain read", loaded, [plain], "1.5")
     yield Line(
-        "recording[layer][:], onto the device / a plain read",
-        lambda: recording[label][:].to(device),
+        "recording[layer].to(device) / a plain read",
+        lambda: recording[label].to(device),
         [plain],
         "1.5",
     )

@@ -7,6 +7,7 @@ fail from here.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -100,6 +101,8 @@ _ABOUT_IT = {
 }
 _INDICES = (torch.int8, torch.int16, torch.int32, torch.int64)
 _SPAN_BYTES = 16 << 20
+# Devices that copy from pinned memory while the host works.
+_COPY_ALONE = ("cuda",)
 
 
 class EmptyPartError(CollectError):
@@ -189,7 +192,8 @@ class DiskTensor(Tensor):
     """The rows of one layer of a recording on disk: a tensor [rows, ...] on the CPU.
 
     Indexing the first dimension reads the requested rows; every other operation reads all rows.
-    Results are ordinary tensors in memory. The tensor is read-only.
+    Results are ordinary tensors in memory. The tensor is read-only. With ``to("cuda")``, rows go to
+    the GPU in parts, each while the next one is read and checked.
 
     Parameters
     ----------
@@ -229,6 +233,11 @@ class DiskTensor(Tensor):
             return args[0]._item(args[1])
         if func is Tensor.__setitem__ and isinstance(args[0], DiskTensor):
             raise TypeError("a recording on disk is read-only: write to x[:] instead")
+        if func in (Tensor.to, Tensor.cuda) and isinstance(args[0], DiskTensor):
+            empty = torch.empty((0, *args[0].shape[1:]), dtype=args[0].dtype, device="cpu")
+            target = func(empty, *args[1:], **(kwargs or {}))
+            if target.device.type in _COPY_ALONE:
+                args = args[0]._moved(target), *args[1:]
         args, kwargs = map_tensors(_loaded, (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 
@@ -309,6 +318,39 @@ class DiskTensor(Tensor):
 
     def _read(self, start: int, stop: int) -> Tensor:
         return self.reader.read(self.layer, start, stop)
+
+    def _moved(self, target: Tensor) -> Tensor:
+        """Return all rows in the dtype and on the GPU of another tensor.
+
+        They go through two buffers, so that one is filled while the other is copied.
+        """
+        out = target.new_empty(self.shape)
+        row_bytes, reader = bytes_of_row(self), self.reader
+        most_bytes = max(_SPAN_BYTES, reader.span_bytes * reader.num_readers)
+        step = max(1, most_bytes // max(1, row_bytes))
+        buffers = [_pinned_bytes(min(step, len(self)) * row_bytes) for _ in range(2)]
+        copies: deque[Any] = deque()
+        for number, start in enumerate(range(0, len(self), step)):
+            place = out[start : start + step]
+            part = buffers[number % 2][: len(place) * row_bytes]
+            if len(copies) == len(buffers):
+                copies.popleft().synchronize()
+            reader.read_into(part.numpy(), self.layer, start)
+            copies.append(_begin_copy(place, part.view(self.dtype).view(place.shape)))
+        # The rows are complete for every stream, as after any `to`.
+        for copy in copies:
+            copy.synchronize()
+        return out
+
+
+def _pinned_bytes(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _begin_copy(place: Tensor, part: Tensor) -> Any:
+    """Begin to copy to a GPU, and return the event that the copy has ended."""
+    place.copy_(part, non_blocking=True)
+    return torch.cuda.current_stream(place.device).record_event()
 
 
 def _loaded(value: Tensor) -> Tensor:
