@@ -447,3 +447,23 @@ def test_a_number_of_a_weight_that_is_written_behind_the_counters_is_put_back() 
     with untouched(net):
         net.weight.data[0, 1] = 7.0
     assert torch.equal(net.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "read"),
+    [
+        (lambda: memoryview(bytearray(2)), lambda v: v.__setitem__(0, 7), bytes),
+        (lambda: memoryview(array.array("i", [1, 2])), lambda v: v.__setitem__(1, 7), bytes),
+        (lambda: np.zeros(4), lambda v: setattr(v, "shape", (2, 2)), lambda v: v.shape),
+        (lambda: ValueError("a"), lambda v: setattr(v, "args", ("b",)), lambda v: v.args),
+        (lambda: KeyError(1, 2), lambda v: setattr(v, "args", ()), lambda v: v.args),
+    ],
+)
+def test_views_shapes_and_arguments_are_put_back(make, change, read):
+    net = nn.ReLU()
+    net.held = make()
+    before = read(net.held)
+    with untouched(net):
+        change(net.held)
+        assert read(net.held) != before
+    assert read(net.held) == before

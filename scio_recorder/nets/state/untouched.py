@@ -216,8 +216,15 @@ def _set_member(value: Any, name: str, member: Any) -> None:
 
 
 def _set_array(value: np.ndarray[Any, Any], before: np.ndarray[Any, Any]) -> None:
+    if value.shape != before.shape and value.size == before.size:
+        value.shape = before.shape
     if value.flags.writeable and value.shape == before.shape:
         np.copyto(value, before)
+
+
+def _set_view(value: memoryview, before: bytes) -> None:
+    if not value.readonly and value.c_contiguous:
+        value.cast("B")[:] = before
 
 
 _PartsOf: TypeAlias = Callable[[Any], Iterable[tuple[Any, Any]]]
@@ -239,6 +246,8 @@ _STATES: tuple[tuple[Any, Any, Any], ...] = (
         itemgetter(slice(None)),
         lambda value, was: setitem(value, slice(None), was),
     ),
+    (memoryview, bytes, _set_view),
+    (BaseException, attrgetter("args"), lambda value, was: setattr(value, "args", was)),
     (np.ndarray, np.ndarray.copy, _set_array),
     (torch.UntypedStorage, torch.UntypedStorage.clone, torch.UntypedStorage.copy_),
     (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
