@@ -67,8 +67,8 @@ class PassFlags(Flags):
     waiting : list of tuple
         Functions, each with what it takes beside the `Checks` and these flags. They return the
         `Origin` that is to be raised, or None.
-    place : int
-        How many checks have waited so far.
+    received : dict
+        The flags of the gradients that have entered each call, once checks are done.
     end : callable
         A weak reference to what autograd calls at the end of the backward pass.
     versions : dict
@@ -81,8 +81,14 @@ class PassFlags(Flags):
         super().__init__(may_be_mapped=task != -1)
         self.task = task
         self.waiting: list[tuple[Any, ...]] = []
-        self.place = 0
+        self.received: dict[GuardedCall, list[Flag]] = {}
         self.versions: dict[int, int] = {}
+
+    def close(self) -> None:
+        """Let go of all but what was read: the graph may hold these flags."""
+        self.waiting.clear()
+        self.received.clear()
+        self.forget()
 
 
 class GuardedCall:
@@ -96,9 +102,8 @@ class GuardedCall:
         The qualified name of the module.
     local : PassOfThread
         The state of the pass.
-    frame, caller : frame or None
-        The frame that called its first hook, and the one around it, which calls hooks if the call
-        fails.
+    frame : frame or None
+        That of torch's function which runs it.
 
     Attributes
     ----------
@@ -119,55 +124,30 @@ class GuardedCall:
     nodes_of_inputs : set
         The nodes that made inputs of the network. If another thread made them, they may have later
         numbers than `start`.
+    task : int
+        The last backward pass that entered the call.
     """
 
     received: Sequence[Flag] = ()
     kept: KeptInputs | None = None
     code: GuardedCode | None = None
     number: int | None = None
-    # The last backward pass that entered the call, and the flags of what entered, each with the
-    # number of checks that waited before it.
-    _task = -1
-    _entered: Sequence[tuple[int, Flag]] = ()
+    task = -1
 
-    def __init__(
-        self, name: str, local: PassOfThread, frame: FrameType | None, caller: FrameType | None
-    ) -> None:
+    def __init__(self, name: str, local: PassOfThread, frame: FrameType | None) -> None:
         self.name = name
         self.pass_number = local.pass_number
         self.flags = local.flags
         self.around = around = local.calls[-1] if local.calls else None
         self.frame = frame
-        self.caller = caller
         self.start = private.num_operations()
         self.nodes: list[Any] = []
         self.nodes_of_inputs: Collection[Any] = () if around is None else around.nodes_of_inputs
 
     def release(self) -> None:
         """Let go of what the graph must not hold."""
-        self.frame, self.caller, self.kept, self.code = None, None, None, None
+        self.frame, self.kept, self.code = None, None, None
         self.nodes, self.nodes_of_inputs = [], ()
-
-    def enter(self, flags: PassFlags, flag: Flag | None) -> None:
-        """Note a gradient that a backward pass brings."""
-        if flags.task != self._task:
-            self._task, self._entered = flags.task, []
-        if flag is not None:
-            self._entered = [*self._entered, (flags.place, flag)]
-
-    def entered(self, task: int, place: int | None = None) -> list[Flag] | None:
-        """Return the flags of gradients that a backward pass has brought; None if none came.
-
-        Parameters
-        ----------
-        task : int
-            The number of the backward pass.
-        place : int, optional
-            Only those that came before this one of the checks that wait.
-        """
-        if task != self._task:
-            return None
-        return [flag for at, flag in self._entered if place is None or at <= place]
 
 
 class PassOfThread(threading.local):
@@ -284,24 +264,28 @@ class Checks:
         return flags
 
     def settle(self, flags: PassFlags) -> Origin | None:
-        """Read flags, and do the checks that wait; return an origin that is to be raised."""
+        """Read flags, and do the checks that wait; return an origin that is to be raised.
+
+        As long as all is finite the checks go on to wait: later ones ask what entered their calls.
+        """
+        if self.is_over or flags.read():
+            return None
         waiting, flags.waiting = flags.waiting, []
+        origins = (check(self, flags, *rest) for check, *rest in waiting)
+        return next((origin for origin in origins if origin is not None), None)
+
+    def finish(self, flags: PassFlags) -> Origin | None:
+        """Settle the flags of a pass that is over."""
         try:
-            if self.is_over or flags.read():
-                return None
-            origins = (check(self, flags, *rest) for check, *rest in waiting)
-            return next((origin for origin in origins if origin is not None), None)
+            return self.settle(flags)
         finally:
-            flags.forget()
+            flags.close()
 
     def wait(self, flags: PassFlags, check: Any, *rest: Any) -> None:
         """Let a check wait, or do it now if the guard is immediate."""
-        flags.place += 1
         flags.waiting.append((check, *rest))
         if self.is_immediate:
-            origin = self.settle(flags)
-            if origin is not None:
-                raise self.error(origin)
+            self.tell(self.settle(flags))
 
     def late(self) -> Origin | None:
         """Return what was found in passes that errors have ended, and nobody was told of."""
@@ -310,14 +294,17 @@ class Checks:
         for task in failed:
             # The device may be what has failed.
             with contextlib.suppress(RuntimeError):
-                origin = origin or self.settle(self._backward.pop(task))
+                origin = origin or self.finish(self._backward.pop(task))
         return origin
 
     def end_backward(self, task: int) -> None:
         """Check a backward pass that has succeeded."""
         flags = self._backward.pop(task)
         del flags.end
-        origin = self.settle(flags)
+        self.tell(self.finish(flags))
+
+    def tell(self, origin: Origin | None) -> None:
+        """Raise an error that tells of an origin, if there is one."""
         if origin is not None:
             raise self.error(origin)
 
@@ -336,6 +323,10 @@ class Checks:
 
     # -- checks ------------------------------------------------------------------------------------
 
+    def enter(self, flags: PassFlags, call: GuardedCall, flag: Flag) -> None:
+        """Note a gradient that has entered a call."""
+        flags.received.setdefault(call, []).append(flag)
+
     def check_gradient(
         self,
         flags: PassFlags,
@@ -343,7 +334,6 @@ class Checks:
         owner: GuardedCall | None,
         leaf: Any,
         flag: Flag,
-        place: int,
     ) -> Origin | None:
         """Check the calls, from one outwards, that a gradient leaves.
 
@@ -357,13 +347,11 @@ class Checks:
             The node of the leaf whose gradient it is, if it is one.
         flag : Flag
             That of the gradient.
-        place : int
-            The place of this check among those that waited.
         """
         left: GuardedCall | None = call
         # A call that has not returned yet differentiates what is inside it.
         while flag.kinds and left is not None and left is not owner and left.number is not None:
-            received = left.entered(flags.task, place)
+            received = flags.received.get(left)
             # Its pass may go on, or have been interrupted.
             origin = None if received is None else self.settle(left.flags)
             # A gradient is nobody's fault if the call received something that is not finite.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ _FINITE: frozenset[str] = frozenset()
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _USUAL = frozenset([torch.float32, torch.bfloat16, torch.float16, torch.float64])
-_WITHOUT_TENSORS = (str, int, float)
+_WITHOUT_TENSORS = (str, int, float, type(None))
 # How much memory of what calls return is kept until a pass ends, so that it can be counted.
 _KEPT_BYTES = 64 << 20
 # On a CPU, torch computes the largest magnitude of many elements far more slowly than extrema.
@@ -39,50 +39,31 @@ class Flag:
 
     Attributes
     ----------
-    kinds : frozenset of str or None
-        Those of `KINDS` that were found; None until the flag is read.
+    kinds : frozenset of str
+        Those of `KINDS` that were found, once the flag is read.
     num_values : int
-        The number of elements.
+        The number of elements; 0 if none of them can be but finite.
     reference, version
-        A weak reference to the tensor, and its version; -1 if it has none.
-    is_kept : bool
-        Whether something keeps its values.
+        What returns the tensor as long as it lives, and its version; -1 if it has none.
+    kept : Tensor or None
+        What keeps the values.
     """
 
-    __slots__ = ("_leaf", "_memory", "is_kept", "kinds", "num_values", "reference", "version")
+    __slots__ = ("kept", "kinds", "num_values", "reference", "version")
 
-    def __init__(self, tensor: Tensor, version: Any) -> None:
-        self.kinds: frozenset[str] | None = None
-        self.num_values = tensor.numel()
-        self.is_kept = False
-        self._leaf: Any = None
-        self.reference = weakref.ref(tensor)
+    def __init__(self, tensor: Tensor, version: Any, num_values: int) -> None:
+        self.kinds = _FINITE
+        self.num_values = num_values
+        self.kept: Tensor | None = None
+        self.reference: Callable[[], Tensor | None] = weakref.ref(tensor)
         self.version = version
-
-    def keep(self, tensor: Tensor, leaf: Any) -> Any:
-        """Return what keeps the values of the tensor, which may be the gradient of a leaf.
-
-        Autograd makes ``leaf.variable.grad`` of a first gradient that nobody else holds: another
-        tensor with the same memory and version. The memory is kept, so that it stays the only one.
-        """
-        self.is_kept = True
-        if self.version == -1:
-            # Nothing would show that it is written to.
-            tensor = tensor.clone()
-            self.reference = weakref.ref(tensor)
-        elif leaf is not None and leaf.variable.grad is None and not torch.is_grad_enabled():
-            self._leaf, self._memory = leaf, private.memory_of(tensor)
-            return tensor.untyped_storage()
-        return tensor
 
     def counted(self) -> NonFinite | None:
         """Count what is not finite; None if the tensor is gone or was written to."""
-        tensor = self.reference()
-        if tensor is None and self._leaf is not None:
-            gradient = self._leaf.variable.grad
-            is_same = gradient is not None and private.memory_of(gradient) == self._memory
-            tensor = gradient if is_same else None
-        return None if tensor is None or version_of(tensor) != self.version else count(tensor)
+        tensor = self.reference() if self.kept is None else self.kept
+        if tensor is None or (self.version == -1 and self.kept is None):
+            return None
+        return count(tensor) if self.version in (-1, version_of(tensor)) else None
 
 
 class NonFinite(NamedTuple):
@@ -112,7 +93,7 @@ class NonFinite(NamedTuple):
 
 def kinds_of(flags: Iterable[Flag | NonFinite]) -> frozenset[str]:
     """Return those of `KINDS` that occur in some flags that were read."""
-    return _FINITE.union(*(flag.kinds for flag in flags if flag.kinds))
+    return _FINITE.union(*[flag.kinds for flag in flags])
 
 
 def kinds_made(given: frozenset[str], returned: frozenset[str]) -> frozenset[str]:
@@ -200,12 +181,12 @@ class Flags:
         self._may_be_mapped = may_be_mapped
         self._known: dict[int, Flag] = {}
         self._unread: list[tuple[Flag, Tensor]] = []
-        self._kept: list[Any] = []
+        self._kept: list[Flag] = []
         self._num_bytes_left = _KEPT_BYTES
         self._are_finite = True
 
     def of(self, values: Iterable[Any], *, keeps: bool = False) -> list[Flag]:
-        """Return the flags of those tensors in some values that may not be finite.
+        """Return the flags of the tensors among some values.
 
         Parameters
         ----------
@@ -217,29 +198,16 @@ class Flags:
         flags: list[Flag] = []
         for value in values:
             if isinstance(value, Tensor):
-                flag = self.of_tensor(value, keeps)
-                if flag is not None:
-                    flags.append(flag)
+                flags.append(self.of_tensor(value, keeps))
             elif type(value) is tuple:
                 flags += self.of(value, keeps=keeps)
-            elif value is not None and not isinstance(value, _WITHOUT_TENSORS):
+            elif not isinstance(value, _WITHOUT_TENSORS):
                 # Taking a structure apart takes longer than examining most tensors.
-                found = [self.of_tensor(part, keeps) for part in tensors(value)]
-                flags += [flag for flag in found if flag is not None]
+                flags += [self.of_tensor(part, keeps) for part in tensors(value)]
         return flags
 
-    def of_tensor(self, tensor: Tensor, keeps: bool = False, leaf: Any = None) -> Flag | None:
-        """Return the flag of a tensor; None if it can't be but finite.
-
-        Parameters
-        ----------
-        tensor : torch.Tensor
-            Of any kind. Inside ``vmap``, the mapped dimension counts as the last.
-        keeps : bool, default False
-            As for `of`.
-        leaf : Node, optional
-            The node of the leaf of which this is a gradient.
-        """
+    def of_tensor(self, tensor: Tensor, keeps: bool = False) -> Flag:
+        """Return the flag of a tensor of any kind; the dimension of a ``vmap`` is its last."""
         try:
             version = tensor._version if type(tensor) is Tensor else version_of(tensor)
         except RuntimeError:
@@ -247,25 +215,28 @@ class Flags:
             version = -1
         flag = self._known.get(id(tensor))
         # What is written to is examined again, and also what would not show that it is.
-        if flag is None or flag.reference() is not tensor or not flag.version == version != -1:
+        if flag is None or not flag.version == version != -1 or flag.reference() is not tensor:
             if self._may_be_mapped or private.transform_around() is not None:
                 tensor = private.unmapped(tensor, -1)
             magnitudes = _magnitudes_of(tensor)
-            if not magnitudes:
-                return None
-            flag = self._known[id(tensor)] = Flag(tensor, version)
+            flag = Flag(tensor, version, tensor.numel() if magnitudes else 0)
+            self._known[id(tensor)] = flag
             for magnitude in magnitudes:
                 self._unread.append((flag, magnitude))
-        if keeps and not flag.is_kept and self._num_bytes_left > 0:
-            self._keep(flag, tensor, leaf)
+        if keeps and flag.kept is None and flag.num_values and self._num_bytes_left > 0:
+            self._keep(flag, tensor)
         return flag
 
-    def _keep(self, flag: Flag, tensor: Tensor, leaf: Any) -> None:
-        has_storage = type(tensor) in _PLAIN and tensor.layout is torch.strided
-        num_bytes = tensor.untyped_storage().nbytes() if has_storage else tensor.nbytes
+    def _keep(self, flag: Flag, tensor: Tensor) -> None:
+        has_storage = type(tensor) in _PLAIN and tensor.layout is _STRIDED
+        num_bytes = tensor.numel() * tensor.itemsize
+        if has_storage:
+            num_bytes = tensor.untyped_storage().nbytes()
         if num_bytes <= self._num_bytes_left:
             self._num_bytes_left -= num_bytes
-            self._kept.append(flag.keep(tensor, leaf))
+            self._kept.append(flag)
+            # Of one without a version nothing would show that it is written to.
+            flag.kept = tensor.clone() if flag.version == -1 else tensor
 
     def read(self) -> bool:
         """Read all flags, one transfer for each device and dtype; return if all were finite."""
@@ -287,6 +258,8 @@ class Flags:
 
     def forget(self, _: Any = None) -> None:
         """Let go of the values that were kept."""
+        for flag in self._kept:
+            flag.kept = None
         self._kept.clear()
 
     def nodes(self) -> set[Any]:
@@ -296,15 +269,14 @@ class Flags:
 
 
 def _note(flags: Sequence[Flag], magnitudes: Tensor) -> bool:
-    """Set the kinds of flags to what was found, and return whether all is finite."""
-    is_finite = True
-    for flag, magnitude in zip(flags, magnitudes.tolist(), strict=True):
-        kinds = flag.kinds or _FINITE
-        if not abs(magnitude) < math.inf:
-            is_finite = False
-            kinds |= {"nan" if math.isnan(magnitude) else "inf"}
-        flag.kinds = kinds
-    return is_finite
+    """Note in flags what was found, and return whether all is finite."""
+    values = magnitudes.tolist()
+    if all(map(math.isfinite, values)):
+        return True
+    for flag, value in zip(flags, values, strict=True):
+        if not math.isfinite(value):
+            flag.kinds |= {"nan" if math.isnan(value) else "inf"}
+    return False
 
 
 def are_finite(values: Iterable[Any]) -> bool:

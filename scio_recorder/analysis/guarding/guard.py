@@ -3,8 +3,9 @@
 NOTE [Which calls are running]
 
 Each thread has a list of the calls that it runs, from the outermost on. Torch calls no hook after a
-call that something like ``KeyboardInterrupt`` has ended. So each entry holds the frame that called
-its first hook: a call whose frame is not on the stack any more has ended, and so have those in it.
+call that something like ``KeyboardInterrupt`` has ended. So each entry holds the frame of torch's
+function that runs it: a call whose frame is not on the stack any more has ended, and so have those
+in it. This function calls hooks itself if the call fails, and in another one inside it otherwise.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def guarded(
         hooks.remove()
         for wrapper in wrappers:
             wrapper.remove()
-        calls.forget(None)
+        calls.innermost(None)
         checks.local.flags = PassFlags()
     _check_that_it_ran(checks, hooks)
 
@@ -181,9 +182,7 @@ def _check_that_it_ran(checks: Checks, hooks: CallHooks) -> None:
             "nothing was guarded: the network was not called inside the block, or a copy of it "
             "was called, or it was compiled before"
         )
-    origin = checks.late()
-    if origin is not None:
-        raise checks.error(origin)
+    checks.tell(checks.late())
 
 
 def _wrapper(module: nn.Module, checks: Checks) -> CallWrapper:
@@ -256,22 +255,22 @@ class _GuardedCalls:
         local.flags = PassFlags()
         local.counts.clear()
         local.pass_number = checks.begin_pass()
-        if origin is not None:
-            raise checks.error(origin)
+        checks.tell(origin)
 
     def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Examine the inputs of a call that begins, since the module may work in place."""
-        checks, local = self.checks, self.checks.local
+        checks = self.checks
+        local = checks.local
         # A frame that a variable of its own held would live until garbage is collected.
-        frame = interpreter.frame_around(2)  # a hook's caller
-        if not local.calls or self.forget(frame) is None:
+        frame = interpreter.frame_around(3)
+        is_pass = self.innermost(frame) is None
+        if is_pass:
             self._begin_pass()
-        call = GuardedCall(name, local, frame, interpreter.frame_around(3))
-        is_pass = not local.calls
+        call = GuardedCall(name, local, frame)
         local.calls.append(call)
         if checks.is_over:
             return
-        call.received = call.flags.of((*args, *kwargs.values()))
+        call.received = call.flags.of((*args, *kwargs.values()) if kwargs else args)
         if is_pass and self.has_gradients:
             call.nodes_of_inputs = call.flags.nodes()
         if self.weights is not None:
@@ -282,8 +281,8 @@ class _GuardedCalls:
             call.code = local.own_code
             call.code.is_paused = False
 
-    def forget(self, frame: FrameType | None) -> GuardedCall | None:
-        """Forget calls of which a frame is no part; return the innermost of which it is one."""
+    def innermost(self, frame: FrameType | None) -> GuardedCall | None:
+        """Return the innermost call around a frame, and forget those that have ended inside it."""
         calls = self.checks.local.calls
         while calls:
             if interpreter.is_called_in(frame, calls[-1].frame):
@@ -293,55 +292,42 @@ class _GuardedCalls:
 
     def end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Examine the output of a call that has returned; one that has failed has None."""
-        checks, local = self.checks, self.checks.local
+        checks = self.checks
+        local = checks.local
         if local.own_code is not None:
             local.own_code.is_paused = True
-        frame = interpreter.frame_around(2)  # a hook's caller
-        calls = local.calls
-        failed = None
-        if calls and calls[-1].frame is not frame:
-            failed = next((call for call in reversed(calls) if call.caller is frame), None)
-            while failed is not None and calls[-1] is not failed:
-                calls.pop().release()
-            if failed is None:
-                self.forget(frame)
-        # A hook ahead of ours may have failed, so that it never began.
-        if not calls or (failed is None and calls[-1].frame is not frame):
+        frame = interpreter.frame_around(2)
+        call = self.innermost(frame)
+        # A hook ahead of ours may have failed, so that the call never began.
+        if call is None or call.frame not in (interpreter.frame_around(3), frame):
             return
-        call = calls.pop()
+        local.calls.pop()
         call.number = local.counts.get(name, 0)
         local.counts[name] = call.number + 1
         try:
             if not checks.is_over:
-                self._examine(call, output, has_failed=failed is not None)
+                self._examine(call, output, has_failed=call.frame is frame)
         finally:
             call.release()
 
     def _examine(self, call: GuardedCall, output: Any, *, has_failed: bool) -> None:
         checks, flags = self.checks, call.flags
         returned = flags.of((output,), keeps=True)
-        if returned:
-            flags.waiting.append(
-                (Checks.check, call, "forward", call.received, returned, call.code)
-            )
-            if call.around is None:
-                flags.waiting.append((Checks.check_whole, "forward", returned))
+        is_end = call.around is None and flags.task == -1
+        flags.waiting.append((Checks.check, call, "forward", call.received, returned, call.code))
+        if call.around is None:
+            flags.waiting.append((Checks.check_whole, "forward", returned))
         if has_failed:
             # What a hook raises is lost now, so it waits for who stands around the network's call.
-            if call.around is None and flags.task == -1:
+            if is_end:
                 with contextlib.suppress(RuntimeError):
-                    checks.local.late = checks.settle(flags)
+                    checks.local.late = checks.finish(flags)
             return
         if self.has_gradients and torch.is_grad_enabled():
             attach(checks, call, output)
-        if (
-            checks.is_immediate
-            and call.kept is not None
-            and not flags.read()
-            and kinds_of(returned)
-        ):
+        if call.kept is not None and not flags.read() and kinds_of(returned):
             call.kept.end(output)
-        if checks.is_immediate or (call.around is None and flags.task == -1):
-            origin = checks.settle(flags)
-            if origin is not None:
-                raise checks.error(origin)
+        if is_end:
+            checks.tell(checks.finish(flags))
+        elif checks.is_immediate:
+            checks.tell(checks.settle(flags))

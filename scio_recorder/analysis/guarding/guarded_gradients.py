@@ -26,7 +26,7 @@ by what it made in the first one. The nodes that made this are noted during the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -113,10 +113,11 @@ def _enter(
     if checks is None or checks.is_over or gradient is None:
         return
     flags = checks.backward_flags()
-    if not is_base or call.entered(flags.task) is None:
+    if not is_base or call.task != flags.task:
+        call.task = flags.task
         flag = flags.of_tensor(gradient)
-        call.enter(flags, flag)
-        if flag is not None and call.around is None:
+        flags.waiting.append((Checks.enter, call, flag))
+        if call.around is None:
             checks.wait(flags, Checks.check_whole, "gradient", [flag])
 
 
@@ -138,9 +139,28 @@ def _leave(
             continue
         if gradient.grad_fn is not None:
             _enter_again(reference, gradient, call, owner)
-        flag = flags.of_tensor(gradient, keeps=True, leaf=leaf)
-        if flag is not None:
-            checks.wait(flags, Checks.check_gradient, call, owner, leaf, flag, flags.place)
+        is_first = leaf is not None and leaf.variable.grad is None and type(gradient) is Tensor
+        # Sparse and mapped ones have no memory of their own.
+        is_first = is_first and private.memory_of(gradient) > 0
+        flag = flags.of_tensor(gradient, keeps=not is_first)
+        if is_first:
+            flag.reference = partial(_taken, flag.reference, leaf, gradient.untyped_storage())
+        checks.wait(flags, Checks.check_gradient, call, owner, leaf, flag)
+
+
+def _taken(reference: Callable[[], Tensor | None], leaf: Any, memory: Any) -> Tensor | None:
+    """Return the first gradient of a leaf, or what autograd made of it: one with its memory.
+
+    It makes another tensor if nobody else holds the gradient. While the memory is held no other
+    tensor can have the same.
+    """
+    if (tensor := reference()) is not None:
+        return tensor
+    gradient = leaf.variable.grad
+    is_same = (
+        type(gradient) is Tensor and gradient.untyped_storage().data_ptr() == memory.data_ptr()
+    )
+    return gradient if is_same else None
 
 
 def _enter_again(

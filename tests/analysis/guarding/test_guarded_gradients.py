@@ -95,6 +95,28 @@ def test_the_last_of_several_operations_describes_it() -> None:
     assert (guard.origin.num_inf, guard.origin.index) == (1, (1, 2))
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("takes_leaf", [False, True])
+def test_the_gradient_of_a_weight_is_counted_whoever_takes_it(
+    sparse: bool, takes_leaf: bool
+) -> None:
+    net, ids = nn.Sequential(nn.Embedding(5, 4, sparse=sparse)), torch.tensor([[1, 1, 3]])
+    weight = net[0].weight
+    with recorder(net, ids).guard(action="record") as guard:
+        # Both gradients are finite, and their sum is not.
+        loss = (net(ids) * torch.tensor([0.0, 0.0, 3e38, 0.0])).sum()
+        if takes_leaf:
+            loss.backward()
+            gradient = weight.grad
+        else:
+            (gradient,) = torch.autograd.grad(loss, weight)
+    assert made_by(guard) == ("0", "weight")
+    assert guard.origin is not None
+    assert gradient is not None
+    assert guard.origin.num_inf == int(gradient.to_dense().isinf().sum()) == 1
+    assert guard.origin.index == (1, 2)
+
+
 # -- what a call was given -------------------------------------------------------------------------
 
 LOSSES: list[Callable[[Tensor], Tensor]] = [
