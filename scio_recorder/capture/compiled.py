@@ -35,6 +35,13 @@ class CompiledPass:
 
     # The streams on which it ran, which can't be asked for while it is traced.
     streams: tuple[int, ...] = ()
+    # Compiled code sets each attribute of the object again: what rarely changes is the class's.
+    # Whether a post-processor runs, whose own calls of modules are no part of the pass.
+    is_aside = False
+    has_hooks = True
+    # Whether copies were taken off a graph.
+    is_on_graph = False
+    _has_own_memory = False
 
     def __init__(
         self, program: Program, posts: dict[RowIdx, Postprocessor] | None, keeps: bool
@@ -42,22 +49,17 @@ class CompiledPass:
         self.program = program
         self.posts = posts
         self.keeps = keeps
-        # Whether a post-processor runs, whose own calls of modules are no part of the pass.
-        self.is_aside = False
-        self.counts: dict[int, int] = {}
+        # Not a dictionary, whose keys compiled code would look for in each module's hooks.
+        self.counts = [0] * len(program.positions)
         self.values: dict[RowIdx, Any] = {}
         # The modules that have hooks of others behind ours, whose changes a record misses.
         self.hooks_behind: dict[int, bool] = {}
-        self.has_hooks = True
-        # Whether copies were taken off a graph.
-        self.is_on_graph = False
-        self._has_own_memory = False
 
     def receive(self, index: int, output: Any) -> Any:
         """Take a module's output; return what the network goes on with, None for the same."""
         if self.is_aside:
             return None
-        count = self.counts.get(index, 0)
+        count = self.counts[index]
         self.counts[index] = count + 1
         positions = self.program.positions[index]
         position = count if self.program.counts_calls else 0
@@ -65,7 +67,8 @@ class CompiledPass:
         if label is None:
             return None
         handed = None
-        self.is_on_graph |= isinstance(output, Tensor) and output.requires_grad
+        if isinstance(output, Tensor) and output.requires_grad:
+            self.is_on_graph = True
         before = _copy(output) if self.keeps else None
         if self.posts is not None and label in self.posts:
             if index in self.hooks_behind:
@@ -137,7 +140,7 @@ class CompiledPass:
         if not program.counts_calls:
             layers = [label for label in program.order if label not in program.own_code]
             values = {label: values.get(label, ()) for label in layers}
-        elif wrong := program.wrong_calls(self.counts, of_functions=False):
+        elif wrong := program.wrong_calls(dict(enumerate(self.counts)), of_functions=False):
             raise FlowError(
                 "in the compiled pass, modules with recorded layers ran more or less often than at "
                 f"labelling: {'; '.join(wrong)}. Compile the recorder after record(), and call it "

@@ -421,7 +421,8 @@ class Capture:
         current = CompiledPass(self.program, posts, records_outputs)
         # After a pass that failed, hooks come back with the next pass that is not compiled, or when
         # the records of this one are read. Code that was made without them is made again then.
-        current.has_hooks = self._hooks.is_attached
+        if not self._hooks.is_attached:
+            current.has_hooks = False
         if posts and not current.has_hooks:
             raise PostprocessorError(
                 "a pass that failed has taken the recorder's hooks away, without which no "
