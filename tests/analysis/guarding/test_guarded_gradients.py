@@ -211,6 +211,38 @@ def test_an_output_that_nobody_differentiates_excuses_its_call() -> None:
     assert guard.origin is None
 
 
+def test_what_enters_a_call_later_is_no_excuse() -> None:
+    class TwoOutputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.ones(4)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            second = x * self.second
+            return (self.first * 0).sqrt(), second
+
+    net, x = nn.Sequential(TwoOutputs()), torch.randn(3, 4)
+    with recorder(net, x).guard(action="record") as guard:
+        first, second = net(x)
+        # Autograd begins with what was made last.
+        (first.sum() + (second * NAN).sum()).backward()
+    assert made_by(guard) == ("0", "first")
+
+
+def test_what_is_received_in_a_pass_that_goes_on_excuses_gradients() -> None:
+    def differentiates(x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            torch.autograd.grad(x.sum(), first.weight, retain_graph=True)
+        return x
+
+    first = linear()
+    net = nn.Sequential(Do(torch.log), first, Do(differentiates))
+    with recorder(net, torch.ones(3, 4)).guard(action="record") as guard:
+        net(torch.full((3, 4), -1.0))
+    assert guard.origin is not None
+    assert (guard.origin.layer.name, guard.origin.direction) == ("0", "forward")
+
+
 # -- unusual ways through the graph ----------------------------------------------------------------
 
 
