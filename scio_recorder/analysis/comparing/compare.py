@@ -11,7 +11,7 @@ is the innermost and earliest. A layer that passes a difference on has received 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -33,6 +33,7 @@ from scio_recorder.analysis.comparing.measures import (
     Figures,
     Tolerance,
     dense,
+    differ,
     measure_all,
     measure_values,
     unknown,
@@ -501,10 +502,10 @@ class Comparison:
         returned = [pair for _, pairs, _ in paired if not isinstance(pairs, str) for pair in pairs]
         received = [pair for _, _, pairs in paired if pairs is not None for pair in pairs.pairs]
         figures = self._measured(returned)
-        rest = [pair for pair in received if pair.key not in figures]
-        figures |= self._measured(rest, only_counts=True)
+        differing = {key for key, found in figures.items() if found.num_different}
+        differing |= self._differing([pair for pair in received if pair.key not in figures])
         for layer, own, others in paired:
-            same = _received(others, figures)
+            same = _received(others, differing)
             layer.receive(same.same)
             if isinstance(own, str):
                 layer.fail(own, block.ids[0], same)
@@ -535,18 +536,22 @@ class Comparison:
         )
         return paired_inputs(mine, theirs, None, None)
 
-    def _measured(
-        self, pairs: Sequence[PartPair], *, only_counts: bool = False
-    ) -> dict[tuple[int, int], Figures]:
+    def _measured(self, pairs: Sequence[PartPair]) -> dict[tuple[int, int], Figures]:
         """Measure parts, each pair once: one layer's output is often another one's."""
-        distinct = {pair.key: pair for pair in pairs if pair.is_of_one_shape}
-        held = {key: pair for key, pair in distinct.items() if isinstance(pair.reference, Tensor)}
-        figures = measure_all([*held.values()], self._tolerance, only_counts=only_counts)
-        values = {
-            key: measure_values(*distinct[key], self._tolerance)
-            for key in distinct.keys() - held.keys()
+        held, values = _distinct(pairs)
+        figures = {key: measure_values(*pair, self._tolerance) for key, pair in values.items()}
+        figures |= zip(held, measure_all([*held.values()], self._tolerance), strict=True)
+        return figures
+
+    def _differing(self, pairs: Sequence[PartPair]) -> set[tuple[int, int]]:
+        """Return which parts differ."""
+        held, values = _distinct(pairs)
+        answers = zip(held, differ([*held.values()], self._tolerance), strict=True)
+        tolerance = self._tolerance
+        return {
+            *(key for key, differs in answers if differs),
+            *(key for key, x in values.items() if measure_values(*x, tolerance).num_different),
         }
-        return values | dict(zip(held, figures, strict=True))
 
     def _find_operations(self, block: SampleBlock, states: Sequence[NetState]) -> None:
         """Run a block again, from the same state, if it has shown an earlier first difference."""
@@ -574,13 +579,21 @@ class Comparison:
             )
 
 
-def _received(inputs: InputPairs | None, figures: Mapping[tuple[int, int], Figures]) -> _Received:
+def _distinct(
+    pairs: Sequence[PartPair],
+) -> tuple[dict[tuple[int, int], PartPair], dict[tuple[int, int], PartPair]]:
+    """Return the pairs of tensors that can be measured, and those of plain values."""
+    distinct = {pair.key: pair for pair in pairs if pair.is_of_one_shape}
+    held = {key: pair for key, pair in distinct.items() if isinstance(pair.reference, Tensor)}
+    return held, {key: pair for key, pair in distinct.items() if key not in held}
+
+
+def _received(inputs: InputPairs | None, differing: Collection[tuple[int, int]]) -> _Received:
     """Return whether all inputs of a layer are equal."""
     if inputs is None:
         return _Received(None)
-    for pair in inputs.pairs:
-        if not pair.is_of_one_shape or figures[pair.key].num_different:
-            return _Received(False)
+    if any(not pair.is_of_one_shape or pair.key in differing for pair in inputs.pairs):
+        return _Received(False)
     if not inputs.one_sided:
         return _Received(True)
     return _Received(None, inputs.one_sided if inputs.pairs else ())

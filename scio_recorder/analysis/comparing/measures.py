@@ -11,17 +11,18 @@ NOTE [Many tensors at once]
 
 Tensors of one shape and dtype are measured together, as the lines of a matrix, and large ones in
 pieces that stay in the cache. All figures stay on the device until they are read, once in each
-stage. The first stage shows what is equal bit for bit, at little cost. The second takes the others,
-and is right if all numbers are finite, which finite sums of squares prove. The third is always
-right.
+stage. The first stage shows what is equal bit for bit, at little cost. The second takes the sums of
+equal pieces, and all figures of the others. It is right if these sums are finite, which proves that
+all numbers are. The third is always right.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,8 +36,10 @@ from scio_recorder.tensors import is_dense, is_plain, with_float64
 _PIECE = {"cpu": 1 << 17}
 _OTHER_PIECE = 1 << 22
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# The names of figures, and their values for each line of a matrix.
-_Columns: TypeAlias = dict[str, Tensor]
+# Figures between the number of differences and the first.
+_SUMS = ("max_abs", "max_rel", "squares", "own", "others", "product")
+# Figures of the lines of two matrices: of each figure, a value for each line.
+_Stage: TypeAlias = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -141,9 +144,7 @@ def measure(reference: Tensor, candidate: Tensor, tolerance: Tolerance) -> Figur
     return measure_all([(reference, candidate)], tolerance)[0]
 
 
-def measure_all(
-    pairs: Sequence[tuple[Tensor, Tensor]], tolerance: Tolerance, *, only_counts: bool = False
-) -> list[Figures]:
+def measure_all(pairs: Sequence[tuple[Tensor, Tensor]], tolerance: Tolerance) -> list[Figures]:
     """Return how the tensors of each pair differ, see NOTE [Many tensors at once].
 
     Parameters
@@ -152,8 +153,6 @@ def measure_all(
         As for :func:`measure`.
     tolerance : Tolerance
         What counts as equal.
-    only_counts : bool
-        Whether the numbers of elements, and of those that differ, are all that is asked for.
 
     Examples
     --------
@@ -161,20 +160,43 @@ def measure_all(
     >>> [figures.num_different for figures in measure_all(pairs, Tolerance())]
     [0, 3]
     """
-    pieces = [piece for number, pair in enumerate(pairs) for piece in _pieces(number, *pair)]
-    stages = (_counted_if_equal, _counted) if only_counts else (_if_equal, _if_finite, _any)
-    measured: dict[int, Figures] = {}
-    for stage in stages:
-        bundles = _bundles(pieces, [at for at in range(len(pieces)) if at not in measured])
-        results = [stage(*_stacked([pieces[at] for at in bundle]), tolerance) for bundle in bundles]
-        for bundle, lines in zip(bundles, _read(results), strict=True):
-            for at, line in zip(bundle, lines, strict=True):
-                if line.pop("is_right", True):
-                    measured[at] = _figures(pieces[at].own.numel(), line)
+    pieces, unequal = _pieces_and_unequal(pairs)
+    equal = set(range(len(pieces))).difference(unequal)
+    known = {at: [*4 * [0.0], *3 * sums, 0.0] for at, sums in _read(_squares, pieces, equal)}
+    known |= _read(partial(_figures, tolerance), pieces, unequal)
+    # The sums of squares of both.
+    others = [at for at, line in known.items() if not math.isfinite(line[4] + line[5])]
+    known |= _read(partial(_figures, tolerance, has_others=True), pieces, others)
     totals = [Figures() for _ in pairs]
     for at, piece in enumerate(pieces):
-        totals[piece.number].add(measured[at], piece.start)
+        number, *sums, first = known[at]
+        place = int(first) if number else None
+        named = dict(zip(_SUMS, sums, strict=True))
+        figures = Figures(piece.own.numel(), int(number), first=place, **named)
+        totals[piece.number].add(figures, piece.start)
     return totals
+
+
+def differ(pairs: Sequence[tuple[Tensor, Tensor]], tolerance: Tolerance) -> list[bool]:
+    """Return whether the tensors of each pair differ, in less time than their figures take.
+
+    Examples
+    --------
+    >>> differ([(torch.ones(2), torch.ones(2)), (torch.zeros(3), torch.ones(3))], Tolerance())
+    [False, True]
+    """
+    pieces, unequal = _pieces_and_unequal(pairs)
+    differing = set[int]()
+    if tolerance.is_exact:
+        # Two NaNs may have other bits, and two dtypes the same numbers. Float8 has no largest one.
+        one_dtype = [at for at in unequal if pieces[at].own.dtype is pieces[at].other.dtype]
+        alike = [at for at in one_dtype if pieces[at].own.itemsize > 1]
+        differing = {at for at, (has_nan,) in _read(_has_nan, pieces, alike) if not has_nan}
+    rest = [at for at in unequal if at not in differing]
+    figures = _read(partial(_figures, tolerance, has_others=True), pieces, rest)
+    differing |= {at for at, (number, *_) in figures if number}
+    numbers = {pieces[at].number for at in differing}
+    return [number in numbers for number in range(len(pairs))]
 
 
 class _Piece(NamedTuple):
@@ -197,6 +219,17 @@ def _pieces(number: int, reference: Tensor, candidate: Tensor) -> Iterator[_Piec
         parts = zip(*(torch.split(x.reshape(-1), step) for x in (own, other)), strict=True)
         for place, pair in enumerate(parts):
             yield _Piece(number, place * step, *pair)
+
+
+def _pieces_and_unequal(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+) -> tuple[list[_Piece], list[int]]:
+    """Return the pieces of pairs, and the numbers of those that are not equal bit for bit."""
+    pieces = [piece for number, pair in enumerate(pairs) for piece in _pieces(number, *pair)]
+    # Those of two dtypes are not.
+    alike = [at for at, piece in enumerate(pieces) if piece.own.dtype is piece.other.dtype]
+    equal = {at for at, (is_unequal,) in _read(_are_unequal, pieces, alike) if not is_unequal}
+    return pieces, [at for at in range(len(pieces)) if at not in equal]
 
 
 def _step(tensor: Tensor) -> int:
@@ -226,23 +259,18 @@ def _stacked(bundle: Sequence[_Piece]) -> tuple[Tensor, Tensor]:
     return torch.stack(owns).reshape(len(owns), -1), torch.stack(others).reshape(len(owns), -1)
 
 
-def _read(results: Sequence[_Columns]) -> Iterator[list[dict[str, float]]]:
-    """Yield the figures of each line, by name: each device is waited for once."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for columns in results:
-        table = torch.stack([column.double() for column in columns.values()], 1)
-        by_device.setdefault(table.device, []).append(table)
-    read = {device: iter(torch.cat(tables).tolist()) for device, tables in by_device.items()}
-    for columns in results:
-        column = next(iter(columns.values()))
-        lines = islice(read[column.device], len(column))
-        yield [dict(zip(columns, line, strict=True)) for line in lines]
-
-
-def _figures(num_elements: int, line: dict[str, float]) -> Figures:
-    number, first = int(line.pop("num_different", 0)), line.pop("first", None)
-    place = int(first) if number and first is not None else None
-    return Figures(num_elements, number, first=place, **line)
+def _read(
+    stage: _Stage, pieces: Sequence[_Piece], numbers: Iterable[int]
+) -> Iterator[tuple[int, list[float]]]:
+    """Yield the figures of some pieces, by number: each device is waited for once."""
+    by_device: dict[torch.device, list[tuple[list[int], Tensor]]] = {}
+    for bundle in _bundles(pieces, numbers):
+        columns = stage(*_stacked([pieces[at] for at in bundle]))
+        table = torch.stack([column.double() for column in columns], 1)
+        by_device.setdefault(table.device, []).append((bundle, table))
+    for results in by_device.values():
+        bundles, tables = zip(*results, strict=True)
+        yield from zip(chain(*bundles), torch.cat(tables).tolist(), strict=True)
 
 
 def measure_values(reference: Any, candidate: Any, tolerance: Tolerance) -> Figures:
@@ -283,72 +311,55 @@ def dense(tensor: Tensor) -> Tensor:
     return whole.as_subclass(Tensor).resolve_conj().resolve_neg()
 
 
-def _if_equal(own: Tensor, other: Tensor, tolerance: Tolerance) -> _Columns:
-    """Measure lines that are equal bit for bit, and finite."""
+def _are_unequal(own: Tensor, other: Tensor) -> Sequence[Tensor]:
+    # Eight bytes take the time of one.
+    parts = own.shape[1], own.storage_offset(), other.storage_offset()
+    bits = _BITS[math.gcd(8, *(number * own.itemsize for number in parts))]
+    return [_unequal(own.view(bits), other.view(bits)).view(torch.uint8).amax(1)]
+
+
+def _squares(own: Tensor, other: Tensor) -> Sequence[Tensor]:
     wide = own.to(_wide(own, other))
-    squares, is_equal = _product(wide, wide), _are_equal(own, other)
-    sums = dict.fromkeys(("own", "others", "product"), squares)
-    return {"is_right": is_equal & squares.isfinite(), **sums}
+    return [_product(wide, wide)]
 
 
-def _if_finite(own: Tensor, other: Tensor, tolerance: Tolerance) -> _Columns:
-    """Measure lines of finite numbers."""
-    columns = _measured(own, other, tolerance, has_others=False)
-    return {"is_right": (columns["own"] + columns["others"]).isfinite(), **columns}
+def _has_nan(own: Tensor, other: Tensor) -> Sequence[Tensor]:
+    parts = torch.view_as_real(own).flatten(1) if own.is_complex() else own
+    # The largest of numbers of which one is a NaN is a NaN; whole numbers have none.
+    return [parts.amax(1).isnan() if parts.is_floating_point() else own.new_zeros(len(own))]
 
 
-def _any(own: Tensor, other: Tensor, tolerance: Tolerance) -> _Columns:
-    return _measured(own, other, tolerance, has_others=True)
-
-
-def _counted_if_equal(own: Tensor, other: Tensor, tolerance: Tolerance) -> _Columns:
-    return {"is_right": _are_equal(own, other)}
-
-
-def _counted(own: Tensor, other: Tensor, tolerance: Tolerance) -> _Columns:
-    *_, differ = _compared(own, other, tolerance, has_others=True)
-    return {"num_different": differ.count_nonzero(1)}
-
-
-def _measured(own: Tensor, other: Tensor, tolerance: Tolerance, *, has_others: bool) -> _Columns:
+def _figures(
+    tolerance: Tolerance, own: Tensor, other: Tensor, *, has_others: bool = False
+) -> Sequence[Tensor]:
     """Return all figures of each line; ``has_others`` than finite numbers or not."""
-    one, two, apart, differ = _compared(own, other, tolerance, has_others=has_others)
-    number, max_abs = differ.count_nonzero(1), apart.amax(1)
-    if not (one.is_complex() or own.is_floating_point() or other.is_floating_point()):
-        # Integers that differ only beyond float64 differ by one at least.
-        max_abs = torch.maximum(max_abs, (number > 0).to(max_abs.dtype))
-    return {
-        "num_different": number,
-        "max_abs": max_abs,
-        # Equal zeros have no quotient.
-        "max_rel": (apart / one.abs()).nan_to_num_(nan=0.0, posinf=math.inf).amax(1),
-        "squares": _product(apart, apart),
-        "own": _product(one, one),
-        "others": _product(two, two),
-        "product": _product(one, two),
-        "first": _first(differ),
-    }
-
-
-def _compared(
-    own: Tensor, other: Tensor, tolerance: Tolerance, *, has_others: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return both in float64, how far they are apart, and where they differ beyond a tolerance."""
-    one, two = own.to(_wide(own, other)), other.to(_wide(own, other))
-    apart, differ = (two - one).abs(), None
-    if own.dtype is other.dtype and tolerance.is_exact:
-        differ = _differing_bits(own, other)
+    # Copies, since all is computed in place: new memory takes as long as the rest.
+    one, two = (x.to(_wide(own, other), copy=True) for x in (own, other))
+    is_exact = own.dtype is other.dtype and tolerance.is_exact
+    different = _differing_bits(own, other) if is_exact else None
     if has_others:
         both_nan = one.isnan() & two.isnan()
-        differ = None if differ is None else differ & ~both_nan
-        apart = apart.masked_fill((one == two) | both_nan, 0.0)
-        apart = apart.nan_to_num_(nan=math.inf, posinf=math.inf)
-        odd = ~(one.isfinite() & two.isfinite())
-        one, two = one.masked_fill(odd, 0.0), two.masked_fill(odd, 0.0)
-    if differ is None:
-        near = (apart <= tolerance.atol + tolerance.rtol * one.abs()) & apart.isfinite()
-        differ = (apart > 0) & ~near
-    return one, two, apart, differ
+        same, odd = (one == two) | both_nan, ~(one.isfinite() & two.isfinite())
+        different = None if different is None else different & ~both_nan
+        one, two = one.masked_fill_(odd, 0.0), two.masked_fill_(odd, 0.0)
+    sums = [_product(one, one), _product(two, two), _product(one, two)]
+    apart, size = _size(two.sub_(one)), _size(one)
+    if has_others:
+        apart = apart.masked_fill_(odd, math.inf).masked_fill_(same, 0.0)
+    if different is None:
+        near = (apart <= tolerance.atol + tolerance.rtol * size) & apart.isfinite()
+        different = (apart > 0) & ~near
+    number, max_abs, squares = different.count_nonzero(1), apart.amax(1), _product(apart, apart)
+    if not any(x.is_complex() or x.is_floating_point() for x in (own, other)):
+        # Integers that differ only beyond float64 differ by one at least.
+        max_abs = torch.maximum(max_abs, (number > 0).to(max_abs.dtype))
+    # Equal zeros have no quotient.
+    max_rel = apart.div_(size).nan_to_num_(nan=0.0, posinf=math.inf).amax(1)
+    return [number, max_abs, max_rel, squares, *sums, _first(different)]
+
+
+def _size(numbers: Tensor) -> Tensor:
+    return numbers.abs() if numbers.is_complex() else numbers.abs_()
 
 
 def _wide(own: Tensor, other: Tensor) -> torch.dtype:
@@ -372,20 +383,18 @@ def _first(differ: Tensor) -> Tensor:
     return differ.view(torch.uint8).argmax(1)
 
 
-def _are_equal(own: Tensor, other: Tensor) -> Tensor:
-    """Return which lines are equal bit for bit; none of two dtypes."""
-    if own.dtype is not other.dtype:
-        return torch.zeros(len(own), dtype=torch.bool, device=own.device)
-    # Eight bytes take the time of one.
-    parts = own.shape[1], own.storage_offset(), other.storage_offset()
-    bits = _BITS[math.gcd(8, *(number * own.itemsize for number in parts))]
-    return (own.view(bits) != other.view(bits)).view(torch.uint8).amax(1) == 0
+def _unequal(own: Tensor, other: Tensor) -> Tensor:
+    """Return which integers are unequal."""
+    if own.device.type == "cpu":
+        # NumPy takes a quarter of torch's time.
+        return torch.from_numpy(own.numpy() != other.numpy())
+    return own != other
 
 
 def _differing_bits(own: Tensor, other: Tensor) -> Tensor:
-    differ = _bits(own) != _bits(other)
+    differing = _unequal(_bits(own), _bits(other))
     # Both parts of a complex number.
-    return differ.any(-1) if own.is_complex() else differ
+    return differing.any(-1) if own.is_complex() else differing
 
 
 def _bits(tensor: Tensor) -> Tensor:

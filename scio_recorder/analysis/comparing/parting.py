@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from scio_recorder.analysis.comparing.measures import Tolerance, measure_all
+from scio_recorder.analysis.comparing.measures import Tolerance, differ
 from scio_recorder.analysis.comparing.pairing import paired_outputs, parts_of
 from scio_recorder.analysis.guarding.finite import is_unset
 from scio_recorder.layer import Layer, Operation, describe
@@ -346,4 +346,4 @@ def _differ(own: Tensor | None, other: Tensor | None, tolerance: Tolerance) -> b
     pairs = paired_outputs(parts_of(own), parts_of(other))
     if isinstance(pairs, str):
         return True
-    return any(each.num_different for each in measure_all(pairs, tolerance, only_counts=True))
+    return any(differ(pairs, tolerance))

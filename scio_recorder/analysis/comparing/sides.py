@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scio_recorder import Recording
 from scio_recorder.analysis.comparing.difference import SampleId
-from scio_recorder.analysis.comparing.measures import Tolerance, dense, measure_all
+from scio_recorder.analysis.comparing.measures import Tolerance, dense, differ
 from scio_recorder.analysis.comparing.pairing import Parts, paired_outputs, parts_of
 from scio_recorder.analysis.comparing.parting import Step, traced
 from scio_recorder.errors import ComparisonError
@@ -300,8 +300,7 @@ class _Copies:
         pairs = paired_outputs(now, before)
         if isinstance(pairs, str):
             return False
-        figures = measure_all(pairs, Tolerance(), only_counts=True)
-        return not any(each.num_different for each in figures)
+        return not any(differ(pairs, Tolerance()))
 
 
 def _chosen(tensor: Tensor, rows: BatchRows | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scio_recorder import Recorder, compare
 from scio_recorder.analysis.comparing import measures
-from scio_recorder.analysis.comparing.measures import Tolerance, measure, measure_all
+from scio_recorder.analysis.comparing.measures import Tolerance, differ, measure, measure_all
 from scio_recorder.errors import ComparisonError
 
 NAN, INF = math.nan, math.inf
@@ -96,10 +96,9 @@ def test_numbers_that_are_none(
     assert not math.isnan(figures.cosine)
 
 
-@pytest.mark.parametrize("only_counts", [False, True])
 @pytest.mark.parametrize("tolerance", [Tolerance(), Tolerance(atol=0.1)])
 def test_many_pairs_at_once_have_figures_of_their_own(
-    tolerance: Tolerance, only_counts: bool, monkeypatch: pytest.MonkeyPatch
+    tolerance: Tolerance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(measures._PIECE, "cpu", 64)
     near = [
@@ -114,12 +113,27 @@ def test_many_pairs_at_once_have_figures_of_their_own(
     pairs += [(one, one.to(torch.bfloat16)) for one in (near[0], torch.arange(4.0))]
     pairs.append((torch.arange(9), torch.arange(9) + 1))
     pairs += [(torch.tensor(1.0), torch.tensor(other)) for other in (1.0, 3.0, NAN)]
-    all_figures = measure_all(pairs, tolerance, only_counts=only_counts)
-    for figures, (one, two) in zip(all_figures, pairs, strict=True):
+    # The bits of a NaN count for nothing.
+    nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    pairs.append((nans, nans.flip(0)))
+    all_figures, all_differ = measure_all(pairs, tolerance), differ(pairs, tolerance)
+    for figures, differs, (one, two) in zip(all_figures, all_differ, pairs, strict=True):
         same = np.isclose(numbers(two), numbers(one), rtol=0, atol=tolerance.atol, equal_nan=True)
         assert (figures.num_elements, figures.num_different) == (one.numel(), (~same).sum())
-        if not only_counts:
-            assert figures.first == (None if same.all() else int(same.argmin()))
+        assert figures.first == (None if same.all() else int(same.argmin()))
+        assert differs is not bool(same.all())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.uint16, torch.complex64]
+)
+def test_tensors_differ_in_every_dtype(dtype: torch.dtype) -> None:
+    one, two = torch.tensor([1.0, 2.0]).to(dtype), torch.tensor([1.0, 4.0]).to(dtype)
+    assert differ([(one, two), (one, one.clone())], Tolerance()) == [True, False]
+    assert differ([(one, two), (one, two)], Tolerance(atol=3.0)) == [False, False]
+    if dtype is not torch.uint8 and dtype is not torch.uint16:
+        other = torch.tensor([1.0, NAN]).to(dtype)
+        assert differ([(other, two), (two, other)], Tolerance()) == [True, True]
 
 
 def test_a_cosine_whose_sums_overflow_is_not_known() -> None:
