@@ -130,7 +130,7 @@ class Rerun:
         gradients = None if self._gradients is None else self._gradients()
         if gradients is not None:
             leaves, rebuild = flatten(output)
-            gradients.attach(call, leaves, rebuild, [*map(start.has, leaves)], task)
+            gradients.attach(call, leaves, rebuild, [*map(start.seen, leaves)], task)
         label: Any = call.label  # those of calls without one are never marked
         handed = self.posts.after(label, output, self._layer(label))
         return None if handed is output else handed

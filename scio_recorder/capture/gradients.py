@@ -9,6 +9,8 @@ Nodes of the graph are numbered, so that a number at the start of a call tells t
 The numbers are those of a thread, and the node of a view is made anew if its base was changed, so
 inputs that come back unchanged are known as such, too.
 Leaves are left out as well: they are inputs or parameters, or hold their gradient themselves.
+If a view, or what it is a view of, is overwritten, what uses it later no longer leads to its node:
+the node's gradient is only that of earlier uses, and is left out, too.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Recorded, Records
 from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import HeldTensor, has_place
-from scio_recorder.tensors.properties import version_of
+from scio_recorder.tensors.properties import Version, version_counter, version_of
 from scio_recorder.tensors.structures import Rebuild
 
 # As RemovableHandle wants them.
@@ -62,6 +64,26 @@ class CallStart(NamedTuple):
             return True
         return private.place_of(tensor.grad_fn) < self.num_operations
 
+    def seen(self, tensor: Tensor) -> Returned:
+        """Note of a tensor, as the call returns it, what tells whether its gradient is whole."""
+        is_view = private.base_of(tensor) is not None and not tensor.is_inference()
+        counter = version_counter(tensor) if is_view and tensor.requires_grad else None
+        return Returned(self.has(tensor), counter, counter is not None and version_of(counter))
+
+
+class Returned(NamedTuple):
+    """A tensor when a call returned it."""
+
+    existed: bool
+    # Those of a view on the graph.
+    counter: Tensor | None
+    version: Version
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether it is a view that was overwritten since, or is one of something that was."""
+        return self.counter is not None and version_of(self.counter) != self.version
+
 
 class CallStarts:
     """The starts of the calls of modules that have not returned."""
@@ -72,6 +94,12 @@ class CallStarts:
         "and autograd adds up the gradients of all uses of that. See the layer that made the "
         "tensor, let this one return a new one, such as x.clone(), or read .grad of a parameter or "
         "an input"
+    )
+
+    OVERWRITTEN = (
+        "it returned a view that the network overwrote, itself or what it is a view of, so that "
+        "autograd has no node for all uses of it. Let the layer return a new tensor, such as "
+        "x.clone(), or write that operation out of place"
     )
 
     def __init__(self) -> None:
@@ -107,6 +135,8 @@ class Gradients:
         self._arrived: list[_Arrived] = []
         # The layers of which gradients are left out, see NOTE [Gradients that are left out].
         self._left_out: set[RowIdx | None] = set()
+        # Those that returned a view which was overwritten.
+        self.overwritten: set[RowIdx | None] = set()
         self.starts = CallStarts()
         self._with_grad = torch.is_grad_enabled()
         # Autograd runs on those of the forward pass.
@@ -117,12 +147,12 @@ class Gradients:
         call: CallKey,
         tensors: Sequence[Tensor],
         rebuild: Rebuild,
-        older: Sequence[bool],
+        returned: Sequence[Returned],
         task: int | None = None,
     ) -> None:
         """Receive the gradients of a call's output from now on, before anything can change it.
 
-        ``older`` says of each tensor whether it existed before the call. ``task`` is the backward
+        ``returned`` is what is known of each tensor that they stand for. ``task`` is the backward
         pass that they belong to, if another one brings them: reentrant checkpointing runs backward
         passes inside the backward pass.
         """
@@ -133,11 +163,12 @@ class Gradients:
         for index, tensor in enumerate(tensors):
             if not tensor.requires_grad:
                 continue
-            if older[index]:
+            if returned[index].existed:
                 self._left_out.add(call.label)
                 continue
+            receive = partial(delivery.receive, call, index, task, returned[index])
             # Otherwise, saving the network's output would warn of the hook.
-            listener = unserializable_hook(partial(delivery.receive, call, index, task))  # type: ignore[no-untyped-call]  # torch leaves it without types
+            listener = unserializable_hook(receive)  # type: ignore[no-untyped-call]  # torch leaves it without types
             tensor.register_hook(listener)  # type: ignore[no-untyped-call]  # torch leaves it without types
 
     def begin(self, arrived: _Arrived) -> None:
@@ -165,7 +196,9 @@ class Gradients:
                 "the latest pass ran without gradients: run it outside of torch.no_grad() and "
                 "torch.inference_mode(), and call loss.backward()"
             )
-        records.reasons = {at: CallStarts.LEFT_OUT for at in self._left_out if at is not None}
+        reasons = dict.fromkeys(self._left_out, CallStarts.LEFT_OUT)
+        reasons |= dict.fromkeys(self.overwritten, CallStarts.OVERWRITTEN)
+        records.reasons = {at: why for at, why in reasons.items() if at is not None}
         return records
 
 
@@ -219,13 +252,24 @@ class _Delivery:
                 private.call_at_end_of_backward(partial(self._deliver, arrived))
         return arrived
 
-    def receive(self, call: CallKey, index: int, task: int | None, gradient: Tensor | None) -> None:
+    def receive(
+        self,
+        call: CallKey,
+        index: int,
+        task: int | None,
+        returned: Returned,
+        gradient: Tensor | None,
+    ) -> None:
         """Take one gradient; the first one of a new backward pass replaces all earlier ones."""
         if gradient is None:
             # Another output of the same node got one.
             return
-        arrived = self.expect(private.backward_pass() if task is None else task)
         owner = self._owner()
+        if returned.is_overwritten:
+            if owner is not None:
+                owner.overwritten.add(call.label)
+            return
+        arrived = self.expect(private.backward_pass() if task is None else task)
         if owner is not None and not arrived:
             owner.begin(arrived)
         count, _ = self.templates[call]

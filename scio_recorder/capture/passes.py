@@ -335,7 +335,7 @@ class Pass:
         apart = taken_apart(output)
         on_graph = apart.leaves
         # Asked before a copy takes the place of a tensor.
-        older = [start.has(tensor) for tensor in on_graph] if start is not None else []
+        returned = [*map(start.seen, on_graph)] if start is not None else []
         kept: Any = NOTHING
         if self._keeps_outputs:
             refuse_unkeepable(self.program.architecture[label], apart, self.setting.searched)
@@ -347,7 +347,7 @@ class Pass:
                 kept, on_graph = self._kept(apart, kind, handed)
         if self.gradients is not None and label not in self.program.hidden:
             # Gradients are received whether anything is kept here or not.
-            self.gradients.attach(call, on_graph, apart.rebuild, older)
+            self.gradients.attach(call, on_graph, apart.rebuild, returned)
         return kept
 
     def _kept(self, *value: Any) -> tuple[KeptValue, list[Tensor]]:

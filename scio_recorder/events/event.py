@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
 from scio_recorder.layer import few
-from scio_recorder.lowlevel import CallStart, CallStarts, warn
-from scio_recorder.tensors import private, tensors, version_counter, version_of
+from scio_recorder.lowlevel import CallStart, CallStarts, Returned, warn
+from scio_recorder.tensors import private, tensors
 
 CHANGED = (
     "it returns a view that is changed in place later, which removes the original view from "
@@ -220,10 +220,8 @@ class TrackedCall:
         # As in torch's backward hooks, the entry of an item that is not a tensor is None.
         outputs = [tensor for item in items for tensor in (*tensors(item),) or (None,)]
         self._items = [id(tensor) for tensor in outputs]
-        # The keys of tensors with gradients, and of those among them that existed before.
-        self._awaited: set[int] = set()
-        self._older: set[int] = set()
-        self._views: list[tuple[Tensor, int]] = []
+        # Of tensors with gradients.
+        self._returned: dict[int, Returned] = {}
         # By backward pass, whose engine holds them: a pass that fails leaves nothing.
         self._received: weakref.WeakValueDictionary[int, _PendingGradients]
         self._received = weakref.WeakValueDictionary()
@@ -238,12 +236,7 @@ class TrackedCall:
             # A leaf outlives the graph, and so would a hook on it.
             self._miss(CallStarts.LEFT_OUT)
             return
-        self._awaited.add(id(tensor))
-        if start.has(tensor):
-            self._older.add(id(tensor))
-        elif private.base_of(tensor) is not None:
-            counter = version_counter(tensor)
-            self._views.append((counter, version_of(counter)))
+        self._returned[id(tensor)] = start.seen(tensor)
         calls = node.metadata.get((self._log, tensor.output_nr))
         if calls is None:
             calls = node.metadata[self._log, tensor.output_nr] = _Calls()
@@ -259,11 +252,13 @@ class TrackedCall:
             gradients = _PendingGradients([] if log is None else log.reserve())
             self._received[task] = gradients
             private.call_at_end_of_backward(partial(self._end, gradients))
-        if key in self._older:
+        if self._returned[key].existed:
             self._miss(CallStarts.LEFT_OUT)
             gradient = None
+        elif self._returned[key].is_overwritten:
+            gradient = None
         gradients[key] = gradient
-        if len(gradients) == len(self._awaited):
+        if len(gradients) == len(self._returned):
             self._end(gradients)
 
     def _end(self, gradients: _PendingGradients) -> None:
@@ -271,14 +266,16 @@ class TrackedCall:
         received, log = dict(gradients), self._log()
         gradients.clear()
         self._is_logged |= bool(received)
-        if log is not None and any(gradient is not None for gradient in received.values()):
-            self._check_views()
+        if log is None or not received:
+            return
+        self._check_views()
+        if any(gradient is not None for gradient in received.values()):
             value = tuple(map(received.get, self._items))
             log.add(Event(self._name, self._kind, True, value, (), {}), gradients.entry)
-            log.warn_of_missing()
+        log.warn_of_missing()
 
     def _check_views(self) -> None:
-        if any(version_of(view) != then for view, then in self._views):
+        if any(tensor.is_overwritten for tensor in self._returned.values()):
             self._miss(CHANGED)
 
     def _miss(self, reason: str) -> None:

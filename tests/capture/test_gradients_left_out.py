@@ -214,3 +214,64 @@ def test_an_input_that_another_thread_has_made_is_older() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         assert not pool.submit(step).result()
+
+
+class Shaped(nn.Module):
+    """Returns a view of what it receives."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.view(x)
+
+
+class Overwriting(nn.Module):
+    """Overwrites a part of a view by another part, after it was used or before."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor], of_base: bool) -> None:
+        super().__init__()
+        self.shaped, self.of_base = Shaped(view), of_base
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = x * 2
+        y = self.shaped(base)
+        early = y * 3
+        if self.of_base:
+            base.mul_(2)
+        else:
+            y[:, 1] = y[:, 0]
+        return early.sum() + (y**2).sum()
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.unflatten(1, (2, 2)),
+    lambda x: x.t(),
+    lambda x: x[:, :2],
+    lambda x: x.view(2, 8),
+]
+
+
+@pytest.mark.parametrize("copies", ["auto", "never", "always"])
+@pytest.mark.parametrize("of_base", [False, True])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_that_is_overwritten_has_a_whole_gradient_or_none(
+    view: Callable[[Tensor], Tensor], of_base: bool, copies: Any
+) -> None:
+    net, x = Overwriting(view, of_base), torch.randn(4, 4)
+    rnet = Recorder(net, input_size=(4, 4), verbose=0)
+    rnet.record("shaped", gradients=True, copy=copies)
+    base = (x * 2).requires_grad_()
+    y = view(base).detach().requires_grad_()
+    after = y.clone() * (2 if of_base else 1)
+    if not of_base:
+        after[:, 1] = y[:, 0]
+    ((y * 3).sum() + (after**2).sum()).backward()
+    for _ in range(2):
+        rnet(x.requires_grad_()).backward()
+        if "shaped" in rnet.gradients:
+            torch.testing.assert_close(rnet.gradients["shaped"], y.grad)
+        else:
+            with pytest.raises(LayerNotFoundError, match="overwrote"):
+                rnet.gradients["shaped"]

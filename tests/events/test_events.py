@@ -513,7 +513,7 @@ def test_a_view_changed_later_is_named() -> None:
         net(torch.ones(2, 4))
 
 
-def test_an_incomplete_gradient_is_named() -> None:
+def test_a_gradient_that_would_be_incomplete_is_left_out_and_named() -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
         view = net.flat(x)
         early = view * 2
@@ -524,8 +524,8 @@ def test_an_incomplete_gradient_is_named() -> None:
     x = torch.ones(2, 2, requires_grad=True)
     with pytest.warns(UserWarning, match="incomplete.*'flat'"), track(net) as events:
         net(x * 1).sum().backward()
-    # Of the two ways, only the one from before the change.
-    assert torch.equal(events[-1].first_value, torch.full((4,), 2.0))
+    # Only one of the two ways, that from before the change, leads to the view.
+    assert ("flat", True) not in order(events)
 
 
 def test_copies_of_a_tracked_net_log_nothing() -> None:
