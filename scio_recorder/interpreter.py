@@ -173,20 +173,32 @@ def cached_by_class(compute: Callable[[Any], _T]) -> Callable[[Any], _T]:
     asked
     ('int', 'int')
     """
-    # With references that tell when a class is gone: one may hold what a pass has made.
-    known: dict[int, tuple[_T, Any]] = {}
+    return _Results(compute).__getitem__
 
-    def forget(key: int, gone: Any) -> None:
-        known.pop(key, None)
 
-    def cached(kind: Any) -> _T:
-        entry = known.get(id(kind))
-        if entry is None:
-            end = weakref.ref(kind, functools.partial(forget, id(kind)))
-            entry = known[id(kind)] = compute(kind), end
-        return entry[0]
+class _Results(dict[Any, Any]):
+    """Results by class; those of classes that no module has go with these."""
 
-    return cached
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._compute = compute
+        # By the ids of classes, with references that tell when they are gone.
+        self._passing: dict[int, tuple[Any, Any]] = {}
+
+    def __missing__(self, kind: Any) -> Any:
+        entry = self._passing.get(id(kind))
+        if entry is not None:
+            return entry[0]
+        result = self._compute(kind)
+        if vars(sys.modules.get(kind.__module__, sys)).get(kind.__qualname__) is kind:
+            self[kind] = result
+        else:
+            end = weakref.ref(kind, functools.partial(self._forget, id(kind)))
+            self._passing[id(kind)] = result, end
+        return result
+
+    def _forget(self, key: int, gone: Any) -> None:
+        self._passing.pop(key, None)
 
 
 def is_defined_in_python(kind: type) -> bool:

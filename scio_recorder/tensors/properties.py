@@ -131,6 +131,12 @@ def has_memory(tensor: Tensor) -> bool:
     >>> before, has_memory(x)
     (True, False)
     """
+    if type(tensor) in _PLAIN and not tensor.is_nested and tensor.layout is torch.strided:
+        # Most tensors, for which this is asked often.
+        if tensor.is_contiguous():
+            end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+            return bool(end <= tensor.untyped_storage().nbytes())
+        return _fits_its_memory(tensor)
     return all(map(_fits_its_memory, inner_tensors(tensor)))
 
 

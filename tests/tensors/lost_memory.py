@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder, RecorderError, compare, reductions
 
-HOW, WHERE, WAY, PATH = sys.argv[1:]
+# Tests import this file as well.
+HOW, WHERE, WAY, PATH = (*sys.argv[1:], *[""] * 4)[:4]
 OF_WEIGHTS = ("parameter", "buffer", "attribute", "container")
 
 

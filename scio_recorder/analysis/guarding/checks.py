@@ -64,6 +64,8 @@ class PassFlags(Flags):
 
     Attributes
     ----------
+    thread : int
+        The thread that has begun it.
     waiting : list of tuple
         Functions, each with what it takes beside the `Checks` and these flags. They return the
         `Origin` that is to be raised, or None.
@@ -80,6 +82,7 @@ class PassFlags(Flags):
     def __init__(self, task: int = -1) -> None:
         super().__init__(may_be_mapped=task != -1)
         self.task = task
+        self.thread = threading.get_ident()
         self.waiting: list[tuple[Any, ...]] = []
         self.received: dict[GuardedCall, list[Flag]] = {}
         self.versions: dict[int, int] = {}
@@ -301,7 +304,11 @@ class Checks:
         """Check a backward pass that has succeeded."""
         flags = self._backward.pop(task)
         del flags.end
-        self.tell(self.finish(flags))
+        # Reentrant checkpointing runs backward passes inside another, which has begun before.
+        around = [other for other in self._backward.values() if other.thread == flags.thread]
+        origins = [origin for origin in map(self.settle, around) if origin is not None]
+        origins += [origin for origin in [self.finish(flags)] if origin is not None]
+        self.tell(origins[0] if origins else None)
 
     def tell(self, origin: Origin | None) -> None:
         """Raise an error that tells of an origin, if there is one."""
