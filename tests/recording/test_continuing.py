@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from scio_recorder import Recorder, Tokens, open_recording, reductions
 from scio_recorder.errors import CollectError
 from tests.capture.test_watch_libraries import PROMPT, gpt2, llama, passes_by_hooks, past
+from tests.harness import run_in_threads
 
 transformers = pytest.importorskip("transformers")
 
@@ -385,12 +385,8 @@ def test_threads_that_generate_at_once_are_not_mixed() -> None:
         ids = PROMPT["input_ids"] + number
         texts[number] = generate(rnet.net, input_ids=ids, do_sample=False)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     with rnet.collecting(rows=Tokens()) as collection:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(work, range(4))
     rows, found = collection.recording.rows, []
     for sample in range(8):
         own = rows["sample"] == sample
