@@ -110,8 +110,9 @@ def version_counter(tensor: Tensor) -> Tensor:
     >>> counter._version - before, counter.numel()
     (1, 0)
     """
-    counter = tensor.detach()
-    counter.data = tensor.new_empty(0)
+    # A subclass would make a view of the result, whose base keeps the memory.
+    counter: Tensor = private.run_without_overrides(Tensor.detach, (tensor,), {})
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 
 
@@ -131,11 +132,8 @@ def has_memory(tensor: Tensor) -> bool:
     >>> before, has_memory(x)
     (True, False)
     """
+    # Most are, and this is asked often.
     if type(tensor) in _PLAIN and not tensor.is_nested and tensor.layout is torch.strided:
-        # Most tensors, for which this is asked often.
-        if tensor.is_contiguous():
-            end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
-            return bool(end <= tensor.untyped_storage().nbytes())
         return _fits_its_memory(tensor)
     return all(map(_fits_its_memory, inner_tensors(tensor)))
 
@@ -151,8 +149,10 @@ def _fits_its_memory(tensor: Tensor) -> bool:
     try:
         num_bytes = tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
-        # Sparse and other layouts have none of their own.
+        # Sparse and other layouts, and tensors of transforms, have none of their own.
         return True
+    if not tensor.is_nested and tensor.is_contiguous():
+        return bool((tensor.storage_offset() + tensor.numel()) * tensor.itemsize <= num_bytes)
     return bool(_bytes_needed(tensor) <= num_bytes)
 
 
