@@ -151,14 +151,13 @@ def _fits_its_memory(tensor: Tensor) -> bool:
     except (NotImplementedError, RuntimeError):
         # Sparse and other layouts, and tensors of transforms, have none of their own.
         return True
-    if not tensor.is_nested and tensor.is_contiguous():
-        return bool((tensor.storage_offset() + tensor.numel()) * tensor.itemsize <= num_bytes)
     return bool(_bytes_needed(tensor) <= num_bytes)
 
 
 def _bytes_needed(tensor: Tensor) -> Any:
     """Return the size that the storage of a tensor must have, which may be a symbol."""
-    extent = tensor.numel() if tensor.is_nested else extent_of(tensor)
+    is_gapless = tensor.is_nested or tensor.is_contiguous()
+    extent = tensor.numel() if is_gapless else extent_of(tensor)
     start = 0 if tensor.is_nested else tensor.storage_offset()
     return (start + extent) * tensor.itemsize if extent else 0
 
