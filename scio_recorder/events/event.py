@@ -29,11 +29,6 @@ from scio_recorder.layer import few
 from scio_recorder.lowlevel import CallStart, CallStarts, Returned, warn
 from scio_recorder.tensors import private, tensors
 
-CHANGED = (
-    "it returns a view that is changed in place later, which removes the original view from "
-    "autograd's graph. Write that operation out of place, as x + 1 for x += 1 or ReLU() for "
-    "ReLU(inplace=True)"
-)
 REENTRANT = (
     "it ran in a region of reentrant checkpointing, which makes its graph in the backward pass. "
     "Write checkpoint(..., use_reentrant=False)"
@@ -276,7 +271,7 @@ class TrackedCall:
 
     def _check_views(self) -> None:
         if any(tensor.is_overwritten for tensor in self._returned.values()):
-            self._miss(CHANGED)
+            self._miss(CallStarts.OVERWRITTEN)
 
     def _miss(self, reason: str) -> None:
         log = self._log()

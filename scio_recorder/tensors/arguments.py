@@ -70,7 +70,7 @@ def _on_arguments(signature: inspect.Signature, kwargs: Mapping[str, object]) ->
     return f"write {'= or '.join(near)}=" if near else f"its arguments are {', '.join(names)}"
 
 
-class Block(AbstractContextManager[T_co]):
+class MethodBlock(AbstractContextManager[T_co]):
     """What a method that opens a block returns: it says so where it is taken for what is inside.
 
     Parameters
@@ -109,8 +109,10 @@ class Block(AbstractContextManager[T_co]):
         raise self._refuse(TypeError)
 
 
-def opens_block(function: Callable[P, AbstractContextManager[T_co]]) -> Callable[P, Block[T_co]]:
-    """Let a method that returns a context manager return a `Block`, and name its arguments.
+def opens_block(
+    function: Callable[P, AbstractContextManager[T_co]],
+) -> Callable[P, MethodBlock[T_co]]:
+    """Let a method that returns a context manager return a `MethodBlock`, and name its arguments.
 
     Examples
     --------
@@ -124,8 +126,8 @@ def opens_block(function: Callable[P, AbstractContextManager[T_co]]) -> Callable
     checked = names_arguments(function)
 
     @functools.wraps(checked)
-    def opened(*args: P.args, **kwargs: P.kwargs) -> Block[T_co]:
-        return Block(checked(*args, **kwargs), function.__name__)
+    def opened(*args: P.args, **kwargs: P.kwargs) -> MethodBlock[T_co]:
+        return MethodBlock(checked(*args, **kwargs), function.__name__)
 
     return opened
 
