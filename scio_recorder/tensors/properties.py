@@ -112,7 +112,8 @@ def version_counter(tensor: Tensor) -> Tensor:
     """
     # A subclass would make a view of the result, whose base keeps the memory.
     counter: Tensor = private.run_without_overrides(Tensor.detach, (tensor,), {})
-    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    shape = (0,) * max(tensor.dim(), 1)  # compressed rows have two dimensions
+    counter.data = private.run_without_overrides(Tensor.new_empty, (tensor, shape), {})
     return counter
 
 
