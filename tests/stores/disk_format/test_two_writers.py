@@ -128,7 +128,7 @@ def interleaved(
     their names have the prefix.
     """
     stopped, going_on = threading.Event(), threading.Event()
-    counts: Counter[threading.Thread] = Counter()
+    counts: Counter[bool] = Counter()
     problems: list[BaseException] = []
 
     def work() -> None:
@@ -140,25 +140,35 @@ def interleaved(
             stopped.set()
 
     thread = threading.Thread(target=work)
+    # A writer writes in threads of its own, too.
+    starters: dict[threading.Thread, threading.Thread] = {}
+    start = threading.Thread.start
+
+    def starting(started: threading.Thread) -> None:
+        starters[started] = threading.current_thread()
+        start(started)
 
     def at_each(name: str) -> None:
         current = threading.current_thread()
-        counts[current] += current is thread or name.startswith(prefix)
-        if current is thread and counts[current] == stop + 1:
+        is_first = thread in (current, starters.get(current))
+        counts[is_first] += is_first or name.startswith(prefix)
+        if is_first and counts[True] == stop + 1:
             stopped.set()
             assert going_on.wait(300)
-        elif current is not thread and counts[current] == at + 1:
+        elif not is_first and counts[False] == at + 1:
             going_on.set()
-            thread.join()
+            thread.join(300)
 
-    with steps(at_each):
+    with steps(at_each), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", starting)
         thread.start()
         assert stopped.wait(300)
         try:
             other()
         finally:
             going_on.set()
-            thread.join()
+            thread.join(300)
+    assert not thread.is_alive()
     assert not problems, problems
 
 
