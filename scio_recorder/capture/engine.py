@@ -123,6 +123,8 @@ class Capture:
         # The latest pass, if it was compiled.
         self._compiled: CompiledPass | None = None
         self._graph_memory = GraphMemory()
+        # Whether who calls compiled code ends the pass behind it.
+        self.ends_compiled = False
         self._lock = threading.Lock()
         self._is_removed = False
         self._has_warned = False

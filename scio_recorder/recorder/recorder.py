@@ -444,7 +444,10 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
             # An exported program runs elsewhere: nothing can be recorded here.
             records_outputs = not (dont_record or private.is_exporting())
             posts = self._posts_of(activation_postproc)
-            return self._capture.run_compiled(self._net, args, kwargs, posts, records_outputs)
+            output = self._capture.run_compiled(self._net, args, kwargs, posts, records_outputs)
+            if not self._capture.ends_compiled and private.makes_cuda_graphs():
+                private.call_behind_graph(self._capture.end_compiled)
+            return output
         if kwargs:
             _refuse_mistaken(self._net, kwargs)
         # Attributes of a module that are modules are found last, which takes a microsecond.
@@ -480,7 +483,11 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
             if torch.compiler.is_compiling():
                 return call(*args, **kwargs)
             self._capture.prepare_compiled()
-            output = call(*args, **kwargs)
+            self._capture.ends_compiled = True
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                self._capture.ends_compiled = False
             self._capture.end_compiled()
             return output
 

@@ -268,8 +268,9 @@ def _centre_by_class(rows: Tensor, codes: Tensor | None) -> tuple[Tensor, Tensor
         only = torch.zeros(1, dtype=torch.int64, device=rows.device)
         return only, only + len(rows), means
     parts = torch.unique(codes, return_inverse=True, return_counts=True)
-    # Counted in host memory, an accelerator is not waited for.
-    present, index, counts = (part.to(rows.device, non_blocking=True) for part in parts)
+    # Counted in host memory, an accelerator is not waited for; all goes there in one copy.
+    sent = torch.cat(parts).to(rows.device, non_blocking=True)
+    present, index, counts = torch.split(sent, [*map(len, parts)])
     sums = rows.new_zeros(len(present), rows.shape[1]).index_add_(0, index, rows)
     means = sums / counts.unsqueeze(1)
     rows -= means[index]

@@ -155,7 +155,8 @@ class Histogram(SampleReduction):
     Bins are half-open, the last one closed, with the edges of ``numpy.histogram`` for float64.
     Infinite values count as below or above; a NaN belongs to no bin. So that nothing waits for an
     accelerator, NaNs are counted, and `compute` raises `CollectError` if there were any. Only the
-    first batch is waited for, and only without ``range``.
+    first batch is waited for, and only without ``range``: edges are computed on the host, as NumPy
+    does, and all devices count with them.
 
     Examples
     --------

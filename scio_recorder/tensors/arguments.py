@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from operator import index
@@ -90,6 +91,8 @@ class MethodBlock(AbstractContextManager[T_co]):
         if self._manager is None:
             raise ArgumentError(f"a block is entered once: write rnet.{self._name}(...) again")
         self._open, self._manager = [self._manager], None
+        # Also at the interpreter's exit: when objects are gone there, so are modules.
+        weakref.finalize(self, _end, self._open)
         return self._open[0].__enter__()
 
     def __exit__(self, *exception: Any) -> bool | None:
@@ -107,6 +110,11 @@ class MethodBlock(AbstractContextManager[T_co]):
 
     def __len__(self) -> int:
         raise self._refuse(TypeError)
+
+
+def _end(blocks: list[AbstractContextManager[Any]]) -> None:
+    while blocks:
+        blocks.pop().__exit__(GeneratorExit, GeneratorExit(), None)
 
 
 def opens_block(

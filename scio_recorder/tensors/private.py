@@ -599,6 +599,32 @@ def is_in_compiled_function(outermost: Collection[CodeType] = ()) -> bool:
     return False
 
 
+# Calls a function behind the graph that dynamo makes. Set by the function below, since dynamo finds
+# it by its name, and to make it imports the compiler.
+call_behind_graph: Callable[[Callable[[], None]], None]
+
+
+def makes_cuda_graphs() -> bool:
+    """Whether what compiles the caller makes CUDA graphs."""
+    global call_behind_graph
+    backends = (frame.f_locals.get("compiler_fn") for frame in (stack() if _is_in_use() else ()))
+    backend = next((backend for backend in backends if backend is not None), None)
+    # Torch's own backend has options, and others may.
+    options: Any = getattr(backend, "get_compiler_config", dict)()
+    if not options.get("triton.cudagraphs"):
+        return False
+    if "call_behind_graph" not in globals():
+        call_behind_graph = torch.compiler.disable(  # type: ignore[no-untyped-call]  # in torch
+            lambda function: function(),
+            reason='write rnet.compile(mode="reduce-overhead"), which copies records in time',
+        )
+    return True
+
+
+# What ``torch.compiler.assume_constant_result`` does, which would import the compiler.
+makes_cuda_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @needs("torch._C._len_torch_function_stack", "recording operations")
 def function_modes() -> list[Any]:
     """Return the function modes of this thread, the outermost first."""

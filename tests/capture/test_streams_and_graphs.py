@@ -88,18 +88,52 @@ def test_records_outlast_later_runs_of_a_graph(way: str, first_reused: int) -> N
             assert torch.equal(records[name], value)
 
 
+class SaysSo(Graph):
+    """Tells its options, as torch's own backend does."""
+
+    def get_compiler_config(self) -> dict[str, bool]:
+        return {"triton.cudagraphs": True}
+
+
 @DYNAMO_READS_GRAD
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("way", ["rnet.compile", "function"])
 @torch.no_grad()
-def test_another_graph_may_run_before_records_are_read() -> None:
-    rnet, graph = recorder(), Graph()
-    rnet.compile(backend=graph, fullgraph=True)
+def test_another_graph_may_run_before_records_are_read(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private, "_is_in_use", lambda: True)
+    monkeypatch.setattr(private, "current_streams", lambda: ())
+    rnet, graph = recorder(), SaysSo()
+    # ``torch.compile`` asks only its own backend for options.
+    optimize: Any = torch._dynamo.optimize(graph)
+    call = optimize(rnet) if way == "function" else compiled(rnet, way, graph)
     for _ in range(6):
         x = torch.randn(2, 4)
-        rnet(x)
+        call(x)
         graph.overwrite()
         for name, value in expected(rnet, x).items():
             assert torch.equal(rnet.activations[name], value)
+    assert graph.num_runs == 6
+
+
+@DYNAMO_READS_GRAD
+@pytest.mark.usefixtures("fresh_compiler")
+@torch.no_grad()
+def test_one_graph_from_which_nothing_can_be_copied_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(private, "_is_in_use", lambda: True)
+    optimize: Any = torch._dynamo.optimize(SaysSo(), nopython=True)
+    call = optimize(recorder())
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'write rnet\.compile\(mode="reduce'):
+        call(torch.ones(2, 4))
+
+
+def test_torch_tells_which_modes_make_cuda_graphs() -> None:
+    for mode, makes_graphs in (("default", False), ("reduce-overhead", True)):
+        call: Any = torch.compile(nn.Identity(), mode=mode)
+        assert call.get_compiler_config()["triton.cudagraphs"] == makes_graphs
 
 
 @DYNAMO_READS_GRAD

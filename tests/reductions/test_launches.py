@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import GPT2Config, GPT2Model
 
@@ -131,6 +132,25 @@ def test_nothing_waits(make: Callable[[], Reduction], dtype: torch.dtype) -> Non
     reduction, batches = make(), [torch.randn(512, 64).to(dtype) for _ in range(9)]
     updates = operations(lambda: [reduction.update(batch, batch) for batch in batches])
     assert counts(updates)[1] == 0
+
+
+class Transfers(TorchFunctionMode):
+    """Counts what would go to a GPU."""
+
+    number = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is Tensor.to and "non_blocking" in (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def test_classes_of_a_block_are_sent_once() -> None:
+    covariance, batch = Covariance(by=by), torch.randn(512, 1024)
+    with Transfers() as transfers:
+        # A block has 1024 rows.
+        for _ in range(6):
+            covariance.update(batch, batch)
+    assert transfers.number == 3
 
 
 def test_a_range_is_asked_for_once() -> None:
