@@ -22,8 +22,8 @@ from scio_recorder.nets.records import Inputs, LayerMapping, shown_shapes
 from scio_recorder.nets.refusals import check_supported, refuse_unkeepable, runs_without_gradients
 from scio_recorder.nets.selection import choose_modules, select_layers
 from scio_recorder.nets.sharded import InStep, is_sharded, needs_fsdp
-from scio_recorder.nets.state.moment import Moment, preserved_rng, random_state, restore_random
-from scio_recorder.nets.state.untouched import NetState, reached, untouched
+from scio_recorder.nets.state.moment import Moment, random_state, restore_random
+from scio_recorder.nets.state.untouched import NetState, reached, run_copy, untouched
 from scio_recorder.postprocessors.assigning import Assigned, Postprocessors, assign
 from scio_recorder.postprocessors.values import describe
 from scio_recorder.recording.collection import Collection, what_is_durable
@@ -89,7 +89,6 @@ __all__ = [
     "needs_fsdp",
     "opened",
     "plain_parts",
-    "preserved_rng",
     "raise_for_batch",
     "raise_of_caller",
     "random_state",
@@ -98,6 +97,7 @@ __all__ = [
     "refuse_unkeepable",
     "restore_random",
     "rows_of",
+    "run_copy",
     "run_in_mode",
     "runs_without_gradients",
     "select_layers",

@@ -134,7 +134,7 @@ def compare(command: ArgumentParser) -> None:
     """Find the layers in which two runs differ, and the one that makes the difference.
 
     Runs are recordings, or nets that run over --data. The exit status is 0 if nothing differs, 1
-    if something does, and 2 for any error.
+    if something does, or with --local if a layer has a fault, and 2 for any error.
     """
     add, what = command.add_argument, "the folder of a recording, or MODULE:NAME of a net"
     add("reference", metavar="REFERENCE", help=what)
@@ -149,6 +149,8 @@ def compare(command: ArgumentParser) -> None:
     add("--atol", type=float, default=0.0, help="absolute tolerance (0: bit for bit)")
     text = "find the operation that makes the difference, with its line of code"
     add("--operations", action="store_true", help=text)
+    text = "find layers of a net that make an error of their own, beyond what rounding explains"
+    add("--local", action="store_true", help=text)
     add("--report", metavar="FILE", help="write a page that shows the differences")
     _add_run(command)
     _add_flow(command)

@@ -205,6 +205,7 @@ def compare(parsed: Namespace, console: Console) -> int:
         to_inputs=_to_inputs_of(runs, inputs),
         rows=rows,
         operations=parsed.operations,
+        local=parsed.local,
     )
     page = None if parsed.report is None else difference.report(parsed.report)
     if console.is_terminal:
@@ -213,7 +214,8 @@ def compare(parsed: Namespace, console: Console) -> int:
         print_line(console, str(difference))
     if page is not None:
         print_line(console, f"wrote {page}")
-    return 0 if difference.first is None else DIFFERENT
+    is_equal = not difference.faults if parsed.local else difference.first is None
+    return 0 if is_equal else DIFFERENT
 
 
 def _pair(text: str) -> tuple[str, str]:

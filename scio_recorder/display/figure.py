@@ -327,7 +327,9 @@ def draw_profile(
     names: Sequence[str],
     values: Floats,
     differs: NDArray[np.bool_],
-    marked: int | None,
+    marked: Sequence[int],
+    *,
+    beside: tuple[str, Floats] | None = None,
 ) -> Figure:
     """Draw numbers on a logarithmic scale, with zeros on a line below and infinities on one above.
 
@@ -343,8 +345,10 @@ def draw_profile(
         A number from 0 to infinity for each layer; NaN if there is none.
     differs : array of bool
         Whether the number counts as a difference.
-    marked : int or None
-        The layer that stands out.
+    marked : sequence of int
+        The layers that stand out.
+    beside : (str, array of float), optional
+        Other numbers of the layers, and what they mean.
     """
     width = _width_of(len(names))
     figure = blank((width, 4.8))
@@ -361,10 +365,15 @@ def draw_profile(
     style: dict[str, Any] = {"color": BLUE, "markersize": 5, "linewidth": 1}
     axis.plot(places, heights, "o-", markerfacecolor="white", label="no difference", **style)
     axis.plot(places[differs], heights[differs], "o", label="difference", **style)
-    if marked is not None:
-        axis.axvline(marked, color=VERMILION, linewidth=0.8, alpha=0.6)
-        height, label = heights[marked], "first difference"
-        axis.plot([marked], [height], "D", color=VERMILION, markersize=9, label=label)
+    if beside is not None:
+        known = np.clip(np.nan_to_num(beside[1], nan=low), low, high)
+        axis.plot(places, known, "--", color="0.5", linewidth=1, label=beside[0])
+    if len(marked):
+        for place in marked:
+            axis.axvline(place, color=VERMILION, linewidth=0.8, alpha=0.6)
+        label = "first difference" if beside is None else "fault"
+        chosen = [heights[place] for place in marked]
+        axis.plot(marked, chosen, "D", color=VERMILION, markersize=9, label=label)
     _name_ticks(axis, "x", names, width)
     axis.set(xlim=(-0.6, len(names) - 0.4), ylabel=measure)
     axis.grid(axis="y", alpha=0.3)

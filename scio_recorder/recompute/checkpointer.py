@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import ArgumentError, RecomputeError
-from scio_recorder.lowlevel import preserved_rng, random_state, restore_random
+from scio_recorder.lowlevel import random_state, restore_random
 from scio_recorder.tensors import flatten, tensors, whole
 
 ForwardFunction: TypeAlias = Callable[[Any, int], Any]
@@ -249,10 +249,13 @@ class ActivationCheckpointer:
             )
         checkpoint = self._kept[order[start]]
         x = checkpoint.restored()
-        with preserved_rng():
+        before = random_state()
+        try:
             restore_random(checkpoint.random_state)
             for layer in order[start + 1 : until]:
                 x = forward_fn(x, layer)
+        finally:
+            restore_random(before)
         return x
 
     def _shown(self) -> str:

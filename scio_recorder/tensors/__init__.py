@@ -13,7 +13,14 @@ from scio_recorder.tensors.arguments import (
     whole,
 )
 from scio_recorder.tensors.arithmetic import one_thread, undisturbed, with_float64
-from scio_recorder.tensors.copies import Copies, StridedCopy, gathered, to_array, twin
+from scio_recorder.tensors.copies import (
+    Copies,
+    StridedCopy,
+    gathered,
+    is_out_of_memory,
+    to_array,
+    twin,
+)
 from scio_recorder.tensors.properties import (
     DTYPES,
     Version,
@@ -54,6 +61,7 @@ __all__ = [
     "inner_tensors",
     "is_container",
     "is_dense",
+    "is_out_of_memory",
     "is_plain",
     "map_tensors",
     "memories_of",

@@ -196,6 +196,17 @@ class Copies:
         return version_of(tensor) != version or not same_bits(tensor, copy)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch says that memory could not be had.
+
+    Examples
+    --------
+    >>> is_out_of_memory(torch.OutOfMemoryError()), is_out_of_memory(RuntimeError("other shapes"))
+    (True, False)
+    """
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def to_array(samples: Tensor) -> NDArray[Any]:
     """Return samples as an array; dtypes that NumPy lacks are widened."""
     tensor = samples[:].detach().cpu().resolve_conj().resolve_neg()

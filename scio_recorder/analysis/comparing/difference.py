@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from scio_recorder import Architecture
+from scio_recorder.analysis.comparing.faults import Fault, LocalErrors, LocalFigures
 from scio_recorder.display.figure import draw_profile
 from scio_recorder.display.outline import (
     Listed,
@@ -52,6 +53,13 @@ _FEW = 5
 _DIGITS = (4, 6, 9, 17)
 # Of the columns of a page, those that a terminal has no room for.
 _ON_PAGES_ONLY = {"Max rel", "First sample"}
+_NOT_LOCAL = {*_ON_PAGES_ONLY, "Differs", "Inputs", "Max abs", "Rel. error", "Cosine", "Different"}
+_LOCAL = {
+    "Local error": "error",
+    "Rounding": "rounding",
+    "Excess": "excess",
+    "Score": "score",
+}
 _INPUTS = {True: "equal", False: "differ", None: "?"}
 
 
@@ -225,6 +233,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         atol: float = 0.0,
         unmatched: Unmatched,
         made_with: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
+        local: LocalErrors | None = None,
     ) -> None:
         super().__init__(architecture, layers, "comparison")
         self.first = first
@@ -233,10 +242,38 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         self.atol = atol
         self.unmatched = unmatched
         self.made_with = made_with
+        self._local = local
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """With ``local=True``, the layers that make an error of their own, the surest first."""
+        return self._locally.faults
+
+    @property
+    def local(self) -> LayerMapping[LocalFigures]:
+        """With ``local=True``, the local error of each layer that could be judged."""
+        return LayerMapping(self.architecture, self._locally.layers, "local error")
+
+    @property
+    def unjudged(self) -> LayerMapping[str]:
+        """With ``local=True``, the layers that could not be judged, and why."""
+        reasons = LayerMapping(self.architecture, self._locally.unjudged, "reason")
+        reasons.why_none = "all layers could be judged"
+        return reasons
+
+    @property
+    def _locally(self) -> LocalErrors:
+        if self._local is None:
+            raise ComparisonError("local errors were not asked for: write compare(..., local=True)")
+        return self._local
 
     @property
     def sentence(self) -> str:
-        """The sentence that says where the runs begin to differ."""
+        """The sentence that says where the runs begin to differ, or which layers have faults."""
+        return self._first_sentence if self._local is None else self._local.sentence
+
+    @property
+    def _first_sentence(self) -> str:
         first = self.first
         if first is None:
             compared = f"{counted(len(self), 'layer')}, {counted(self.num_samples, 'sample')}"
@@ -269,7 +306,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
     @property
     def notes(self) -> list[str]:
         """Notes for the reader: reservations, and what to do about them."""
-        said = []
+        said = [] if self._local is None else [*self._local.lines, self._first_sentence]
         if self.first is not None:
             there = self.first.candidate_operation
             if there is not None:
@@ -277,7 +314,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             if self.first.why_no_operation:
                 said.append(f"No operation is named: {self.first.why_no_operation}.")
             said.append(f"{self.count}, in {counted(self.num_samples, 'sample')}.")
-            if not (self.first.inputs_equal or self.first.one_sided):
+            if self._local is None and not (self.first.inputs_equal or self.first.one_sided):
                 said.append(_ADVICE[self.first.inputs_equal])
         for side, names in zip(("reference", "candidate"), self.unmatched, strict=True):
             if names:
@@ -294,9 +331,12 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             said.append(f"{len(failed) - _FEW:,} more layers can't be compared.")
         return said
 
-    def is_first(self, layer: LayerDifference) -> bool:
-        """Whether a layer is the one that makes the difference."""
-        return self.first is not None and self.first.layer.label == layer.label
+    @property
+    def marked(self) -> dict[RowIdx, Layer]:
+        """The layers that stand out: the one that makes the difference, or those with faults."""
+        if self._local is not None:
+            return {fault.layer.label: fault.layer for fault in self._local.faults}
+        return {} if self.first is None else {self.first.layer.label: self.first.layer}
 
     @property
     def _beyond(self) -> str:
@@ -312,7 +352,9 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         -------
         pandas.DataFrame
             Indexed by label, ``"1-3"``. Columns: name and type of the reference's layer, the
-            candidate's label and name, and the figures of ``LayerDifference``.
+            candidate's label and name, and the figures of ``LayerDifference``. With
+            ``local=True`` also those of ``LocalFigures``, its error as ``local_error``; whether the
+            layer is a fault; and why it could not be judged.
 
         Examples
         --------
@@ -331,6 +373,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
                 "label": str(layer.label),
                 "candidate_label": str(layer.candidate_label),
                 "type": self.architecture[layer.label].type_name,
+                **self._local_row(layer.label),
             }
             for layer in self.values()
         ]
@@ -339,17 +382,30 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         kept = frame[["first_sample_id", "inputs_equal", "error"]]
         return frame.infer_objects().assign(**kept).set_index("label")
 
-    def plot(self, measure: Measure = "relative_error") -> Figure:
+    def _local_row(self, label: RowIdx) -> dict[str, Any]:
+        if self._local is None:
+            return {}
+        known, unjudged = self._local.layers.get(label), self._local.unjudged.get(label)
+        keys = ("local_error" if key == "error" else key for key in _LOCAL.values())
+        values = (math.nan if known is None else getattr(known, key) for key in _LOCAL.values())
+        return {
+            **dict(zip(keys, values, strict=True)),
+            "is_fault": label in self.marked,
+            "unjudged": unjudged,
+        }
+
+    def plot(self, measure: Measure | None = None) -> Figure:
         """Draw the difference of each layer, in the order in which layers return.
 
         The scale is logarithmic. The first difference is marked. Equal layers lie on a line of
-        their own below, and layers without a finite figure on one above.
+        their own below, and layers without a finite figure on one above. With ``local=True``, local
+        errors are drawn beside what rounding explains, and faults are marked.
 
         Parameters
         ----------
-        measure : {"relative_error", "max_abs", "max_rel", "share_different"}
-            What to draw. Digests only give "share_different", the share of samples that differ,
-            which is then drawn in any case.
+        measure : {"relative_error", "max_abs", "max_rel", "share_different"}, optional
+            What to draw; "relative_error" by default, without ``local=True``. Digests only give
+            "share_different", the share of samples that differ, which is then drawn in any case.
 
         Returns
         -------
@@ -369,7 +425,9 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         >>> compare(rnet, rnet, [torch.ones(3, 2)]).plot().axes[0].get_ylabel()
         'relative error'
         """
-        return _profile(self, measure)
+        if measure is None and self._local is not None:
+            return _local_profile(self, self._local)
+        return _profile(self, "relative_error" if measure is None else measure)
 
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> Path:
         """Write an HTML page: where the runs begin to differ, the tree, and a table of layers.
@@ -413,7 +471,8 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
         return f"<{self.sentence}>"
 
     def _listing(self) -> Listing:
-        columns = [column for column in _columns(self) if column.name not in _ON_PAGES_ONLY]
+        hidden = _ON_PAGES_ONLY if self._local is None else _NOT_LOCAL
+        columns = [column for column in _columns(self) if column.name not in hidden]
         names = [[str(label), full_name(self.architecture[label])] for label in self]
         cells = zip(*(column.texts for column in columns), strict=True)
         return Listing(
@@ -421,7 +480,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             ("Label", "Name", *(column.name for column in columns if column.values is None)),
             [column.name for column in columns if column.values is not None],
             [[*name, *row] for name, row in zip(names, cells, strict=True)],
-            {place for place, layer in enumerate(self.values()) if self.is_first(layer)},
+            {place for place, label in enumerate(self) if label in self.marked},
             self.notes,
         )
 
@@ -434,7 +493,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             [layer.label for layer in self.values() if layer.differs],
             "different",
             {layer.label: _remark(self, layer) for layer in self.values()},
-            () if self.first is None else (self.first.layer.label,),
+            tuple(self.marked),
         )
 
 
@@ -452,14 +511,16 @@ _ADVICE = {
 
 def _columns(difference: Difference) -> list[TableColumn]:
     """Return the columns that say anything, after those that name the layer."""
-    layers = list(difference.values())
+    layers, first = list(difference.values()), difference.first
     names = [layer.candidate_name for layer in layers]
     answers = ["yes" if layer.differs else "no" for layer in layers]
-    firsts = {place for place, layer in enumerate(layers) if difference.is_first(layer)}
+    label = None if first is None else first.layer.label
+    firsts = {place for place, layer in enumerate(layers) if layer.label == label}
     marks = ["first" if place in firsts else answer for place, answer in enumerate(answers)]
     ids = [layer.first_sample_id for layer in layers]
     columns = [
         TableColumn("Candidate", [] if names == [layer.name for layer in layers] else names),
+        *_local_columns(difference),
         TableColumn("Differs", marks, alarms=firsts),
         TableColumn("Inputs", [_INPUTS[layer.inputs_equal] for layer in layers]),
         *(_figures(name, list(map(attrgetter(key), layers))) for name, key in _FIGURES.items()),
@@ -471,6 +532,22 @@ def _columns(difference: Difference) -> list[TableColumn]:
         TableColumn("First sample", ["" if sample is None else str(sample) for sample in ids]),
     ]
     return [column for column in columns if any(column.texts)]
+
+
+def _local_columns(difference: Difference) -> list[TableColumn]:
+    """Return the columns of local errors, if these are known."""
+    local = difference._local
+    if local is None:
+        return []
+    known = [local.layers.get(label) for label in difference]
+    answers = ["?" if label in local.unjudged else "no" for label in difference]
+    faulty = {place for place, label in enumerate(difference) if label in difference.marked}
+    marks = ["fault" if place in faulty else answer for place, answer in enumerate(answers)]
+    figures = (
+        _figures(name, [math.nan if layer is None else getattr(layer, key) for layer in known])
+        for name, key in _LOCAL.items()
+    )
+    return [TableColumn("Fault", marks, alarms=faulty), *figures]
 
 
 def _figures(name: str, values: list[float | None]) -> TableColumn:
@@ -497,11 +574,31 @@ def _profile(difference: Difference, measure: str) -> Figure:
         [full_name(difference.architecture[layer.label]) for layer in layers],
         values,
         np.array([layer.differs for layer in layers], dtype=bool),
-        next((place for place, layer in enumerate(layers) if difference.is_first(layer)), None),
+        [place for place, label in enumerate(difference) if label in difference.marked],
+    )
+
+
+def _local_profile(difference: Difference, local: LocalErrors) -> Figure:
+    layers = list(local.layers.values())
+    errors, rounding = (
+        np.array([getattr(layer, key) for layer in layers]) for key in ("error", "rounding")
+    )
+    faulty = [place for place, label in enumerate(local.layers) if label in difference.marked]
+    return draw_profile(
+        difference.sentence,
+        "local error",
+        [full_name(layer.layer) for layer in layers],
+        errors,
+        np.isin(np.arange(len(layers)), faulty),
+        faulty,
+        beside=("rounding", rounding),
     )
 
 
 def _remark(difference: Difference, layer: LayerDifference) -> str:
+    local = None if difference._local is None else difference._local.layers.get(layer.label)
+    if local is not None:
+        return local.words
     if not layer.differs:
         allowed = f"no more than allowed, max abs {number_text(layer.max_abs)}"
         return allowed if layer.max_abs > 0 else "equal"
@@ -511,7 +608,7 @@ def _remark(difference: Difference, layer: LayerDifference) -> str:
         said = f"{layer.num_different:,} of {layer.num_elements:,} samples differ"
     else:
         said = f"max abs {number_text(layer.max_abs)}, rel. {number_text(layer.relative_error)}"
-    return f"first: {said}" if difference.is_first(layer) else said
+    return f"first: {said}" if layer.label in difference.marked else said
 
 
 def _page(difference: Difference, title: str | None) -> str:
@@ -529,7 +626,7 @@ def _page(difference: Difference, title: str | None) -> str:
         title=title or f"Comparison of {rows[0].type_name if rows else 'two runs'}",
         facts=facts,
         sentence=difference.sentence,
-        first=None if difference.first is None else difference.first.layer,
+        marked=[*difference.marked.values()],
         notes=difference.notes,
         outline=replace(difference._outline(), title=difference.count),
         layers=[difference.architecture[label] for label in difference],

@@ -120,6 +120,8 @@ class NetworkSide:
         The recorder, if it is compiled and runs in place of the net.
     feed : Feed
         Makes the network's inputs from a batch.
+    what : str
+        Which side it is, for messages.
     """
 
     # All outputs of a network can be compared.
@@ -128,7 +130,10 @@ class NetworkSide:
     digested: Collection[RowIdx] = ()
     left_out: tuple[str, ...] = ()
 
-    def __init__(self, capture: Capture, compiled: Callable[..., Any] | None, feed: Feed) -> None:
+    def __init__(
+        self, capture: Capture, compiled: Callable[..., Any] | None, feed: Feed, what: str
+    ) -> None:
+        self.what = what
         self.net = capture.net
         self.feed = feed
         self.architecture = capture.program.architecture
@@ -146,6 +151,8 @@ class NetworkSide:
         # As a sink of the capture: what takes the output of each layer.
         self.receivers: dict[RowIdx, Callable[[Any], None]] = {}
         self._block = SampleBlock(())
+        # The inputs that its own feed has made of a block.
+        self._own_inputs: tuple[SampleBlock, Apart] | None = None
         # Of the current batch: copies of what layers return and receive, or digests.
         self._outputs: dict[RowIdx, Parts] = {}
         self._inputs: dict[RowIdx, Inputs] = {}
@@ -174,6 +181,7 @@ class NetworkSide:
     def _close(self) -> None:
         """Let go of all tensors, and of what would keep this object until garbage is collected."""
         self.receivers, self._outputs, self._inputs = {}, {}, {}
+        self._own_inputs = None
 
     def load(self, block: SampleBlock) -> None:
         """Run the network on a batch."""
@@ -192,16 +200,26 @@ class NetworkSide:
 
     def _run(self, block: SampleBlock, run: Callable[[Any, Any], object]) -> None:
         """Let a function run the network on a batch."""
-        inputs = block.inputs
-        if inputs is None or block.feed is not self.feed:
-            self.feed.number = block.number
-            inputs = taken_apart(self.feed.inputs(block.batch))
-        # Networks write into tensors, and fill caches.
-        args, kwargs = inputs.rebuild([twin(leaf) for leaf in inputs.leaves])
+        args, kwargs = self.inputs_for(block)
         try:
             run(args, kwargs)
         except Exception as error:
-            raise_for_batch(error, block.number, self.architecture, self.net, inputs.value)
+            inputs = self._received(block).value
+            raise_for_batch(error, block.number, self.architecture, self.net, inputs)
+
+    def _received(self, block: SampleBlock) -> Apart:
+        if block.inputs is not None and block.feed is self.feed:
+            return block.inputs
+        if self._own_inputs is None or self._own_inputs[0] is not block:
+            self.feed.number = block.number
+            self._own_inputs = block, taken_apart(self.feed.inputs(block.batch))
+        return self._own_inputs[1]
+
+    def inputs_for(self, block: SampleBlock) -> Inputs:
+        """Return copies of the network's inputs: networks write into tensors, and fill caches."""
+        inputs = self._received(block)
+        copies: Inputs = inputs.rebuild([twin(leaf) for leaf in inputs.leaves])
+        return copies
 
     def trace(self, block: SampleBlock, layer: Layer) -> list[Step]:
         """Run the network on a batch again, and return what the own code of a layer does."""
@@ -224,10 +242,10 @@ class NetworkSide:
         refuse_unkeepable(self.architecture[label], taken_apart(value), self._searched)
         rows = self._block.rows
         if label in self.digested:
-            self._outputs[label] = parts_of(value, lambda leaf: _digests_of(_chosen(leaf, rows)))
+            self._outputs[label] = parts_of(value, lambda leaf: _digests_of(chosen(leaf, rows)))
         else:
             self._outputs[label] = parts_of(
-                value, lambda leaf: _chosen(self._copies.new(leaf), rows)
+                value, lambda leaf: chosen(self._copies.new(leaf), rows)
             )
 
     def keep_inputs(self, row: Layer, inputs: Inputs) -> Inputs:
@@ -235,7 +253,7 @@ class NetworkSide:
         rows = self._block.received
 
         def copied(value: Any) -> Parts:
-            return parts_of(value, lambda leaf: _chosen(self._copies.of(leaf), rows))
+            return parts_of(value, lambda leaf: chosen(self._copies.of(leaf), rows))
 
         kwargs = {name: copied(value) for name, value in inputs.kwargs.items()}
         return Inputs((*map(copied, inputs.args),), kwargs)
@@ -303,8 +321,16 @@ class _Copies:
         return not any(differ(pairs, Tolerance()))
 
 
-def _chosen(tensor: Tensor, rows: BatchRows | None) -> Tensor:
-    """Return the chosen rows of a tensor that has rows: padding is not compared."""
+def chosen(tensor: Tensor, rows: BatchRows | None) -> Tensor:
+    """Return the chosen rows of a tensor that has rows: padding is not compared.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        What a layer receives or returns.
+    rows : BatchRows or None
+        The rows; None for all.
+    """
     if rows is None or tuple(tensor.shape[: len(rows.shape)]) != rows.shape:
         return tensor
     return rows.choose(tensor)
@@ -372,8 +398,12 @@ class RecordingSide:
         """Return a layer's output, or digests of it."""
         if label in self.digests:
             return parts_of(self.digests[label][self._rows])
-        value = self.recording[label][self._rows]
+        value = self.value(label)
         return parts_of(_digests_of(value) if label in self.digested else value)
+
+    def value(self, label: RowIdx) -> Any:
+        """Return a layer's output as it was collected."""
+        return self.recording[label][self._rows]
 
     def inputs(self, label: RowIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known, as for parts of batches."""

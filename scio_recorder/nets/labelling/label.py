@@ -38,16 +38,15 @@ from scio_recorder.nets.refusals import (
 from scio_recorder.nets.sharded import Following, is_sharded, mark_shards, plain_type
 from scio_recorder.nets.state.moment import preserved_rng
 from scio_recorder.nets.state.untouched import (
-    NotSeparateError,
     copied_bytes,
     copy_inputs,
-    is_out_of_memory,
     quiet,
-    separate_copy,
+    run_copy,
     untouched,
 )
 from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import booleans
+from scio_recorder.tensors.copies import is_out_of_memory
 from scio_recorder.tensors.structures import map_tensors
 
 # Keywords of ``torchinfo.summary``, with the values that they have unless they are given.
@@ -301,8 +300,9 @@ def _failed(net: nn.Module, keywords: Mapping[str, Any], cause: BaseException) -
 def _label_once(
     net: nn.Module, run: Callable[[nn.Module], _Labelled], keep_hooks: bool
 ) -> _Labelled:
-    with contextlib.suppress(NotSeparateError), separate_copy(net, keep_hooks=keep_hooks) as twin:
-        return run(twin)
+    labelled = run_copy(net, run, keep_hooks=keep_hooks)
+    if labelled is not None:
+        return labelled
     # A part of the net can't be copied, or leads from the copy back to the net, as closures do.
     with untouched(net, keep_hooks=keep_hooks, keep_random=True):
         return run(net)

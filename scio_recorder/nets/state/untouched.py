@@ -32,7 +32,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from operator import attrgetter, is_, itemgetter, setitem
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +52,7 @@ from scio_recorder.nets.state.moment import (
     sampled,
 )
 from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import is_out_of_memory
 from scio_recorder.tensors.properties import (
     Version,
     has_memory,
@@ -70,6 +71,7 @@ _MACHINERY = (
     *("_queue", "logging", "asyncio", "multiprocessing", "concurrent", "socket", "subprocess"),
     *("ctypes", "selectors"),
 )
+_T = TypeVar("_T")
 _OURS = "scio_recorder."
 _RECORDER = "scio_recorder.recorder"
 # Types of values that never change, or are code.
@@ -752,11 +754,6 @@ def copy_inputs(inputs: Any) -> Any:
     return map_tensors(clone, inputs)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch says that memory could not be had."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
 def copied_bytes(net: nn.Module) -> int:
     """Return the memory that a copy of a network takes."""
     weights = [] if are_large(net.parameters()) else [*net.parameters()]
@@ -859,3 +856,27 @@ def separate_copy(net: nn.Module, *, keep_hooks: bool = False) -> Iterator[nn.Mo
         copies = [value for key, (value, _) in of_twin.items() if key not in shared]
         _free([value for value in copies if type(value) in (Tensor, nn.Parameter)])
     state.warn_of_traces()
+
+
+def run_copy(
+    net: nn.Module, run: Callable[[nn.Module], _T], *, keep_hooks: bool = False
+) -> _T | None:
+    """Let a function run a separate copy of a network; None if there is none.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The network, in which no trace is left.
+    run : callable
+        Takes the copy, which is gone afterwards.
+    keep_hooks : bool, default False
+        As for `separate_copy`.
+
+    Examples
+    --------
+    >>> run_copy(nn.Linear(2, 1), lambda copy: copy(torch.ones(2)).shape)
+    torch.Size([1])
+    """
+    with contextlib.suppress(NotSeparateError), separate_copy(net, keep_hooks=keep_hooks) as twin:
+        return run(twin)
+    return None

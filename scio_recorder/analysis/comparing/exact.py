@@ -1,0 +1,171 @@
+"""Copies of networks that compute exactly, on weights as they were rounded, or moved at random.
+
+NOTE [What exact means]
+
+A copy computes in a wider dtype than the candidate: float32 for half precisions, float64 for
+float32. Its tensors are converted, and while it runs, functions that are told to return a narrower
+dtype return the wide one. The reference's tensors are rounded first to the dtype that the
+candidate's tensor of that name has, so that both copies have equal weights unless these differ.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from scio_recorder.lowlevel import reached
+from scio_recorder.tensors import has_memory, is_plain
+
+HALF = frozenset((torch.bfloat16, torch.float16))
+_CASTS: Mapping[Any, torch.dtype] = {
+    Tensor.bfloat16: torch.bfloat16,
+    Tensor.half: torch.float16,
+    Tensor.float: torch.float32,
+}
+_SEED = 0
+
+# Returns what stands for a tensor of a copy, of which the original is given.
+Convert = Callable[[Tensor], Tensor]
+
+
+def main_dtype(net: nn.Module) -> torch.dtype:
+    """Return the floating dtype of most of a network's numbers.
+
+    Examples
+    --------
+    >>> main_dtype(nn.Linear(2, 2).half())
+    torch.float16
+    """
+    counts = Counter[torch.dtype]()
+    for tensor in [*net.parameters(), *net.buffers()]:
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+            counts[tensor.dtype] += tensor.numel()
+    return counts.most_common(1)[0][0] if counts else torch.get_default_dtype()
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a network of a dtype is computed exactly."""
+    return torch.float32 if dtype in HALF else torch.float64
+
+
+def convert(original: nn.Module, twin: nn.Module, new: Convert) -> None:
+    """Convert the floating-point tensors of a copy of a network.
+
+    Parameters
+    ----------
+    original, twin : torch.nn.Module
+        The network and its copy.
+    new : callable
+        Returns what stands for a tensor of the network, in another dtype or with other values.
+    """
+    of_net = reached([original])
+    tensors = (value for key, (value, _) in reached([twin]).items() if key not in of_net)
+    originals = {
+        id(own): other
+        for module, source in zip(twin.modules(), original.modules(), strict=True)
+        for name, own in _own_tensors(module).items()
+        if (other := _own_tensors(source).get(name)) is not None
+    }
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and _is_number(tensor):
+            tensor.data = new(originals.get(id(tensor), tensor)).detach()
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for kept in (module._parameters, module._buffers)
+        for name, tensor in kept.items()
+        if tensor is not None
+    }
+
+
+def _is_number(tensor: Tensor) -> bool:
+    is_wide = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    return is_wide and is_plain(tensor) and has_memory(tensor)
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in another dtype if it holds floating-point numbers."""
+    return tensor.to(dtype) if _is_number(tensor) else tensor
+
+
+def partners(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> dict[int, Tensor]:
+    """Return the tensors of other modules that have the name of a tensor, by the ``id`` of each.
+
+    Parameters
+    ----------
+    pairs : iterable of (Module, Module)
+        Paired modules, the innermost first.
+    """
+    known: dict[int, Tensor] = {}
+    for module, other in pairs:
+        named = dict([*other.named_parameters(), *other.named_buffers()])
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in named:
+                known.setdefault(id(tensor), named[name])
+    return known
+
+
+def rounded(tensor: Tensor, partner: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in the dtype of its partner, or else in another one."""
+    known = partner is not None and _is_number(partner)
+    return tensor.to(partner.dtype if known and partner is not None else dtype)
+
+
+def moved(tensor: Tensor, partner: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a dtype, moved at random within half a unit in its last place.
+
+    One that equals the reference's tensor of that name, once that is rounded, stays as it is, and
+    so does one that is not narrower than the dtype.
+    """
+    exact = tensor.to(dtype)
+    if tensor.dtype.itemsize >= dtype.itemsize:
+        return exact
+    if partner is not None and partner.shape == tensor.shape and _is_number(partner):
+        as_rounded = partner.detach().to(tensor.device, tensor.dtype)
+        if torch.equal(as_rounded, tensor):
+            return exact
+    generator = torch.Generator().manual_seed(_SEED + tensor.numel())
+    shift = torch.rand(exact.shape, generator=generator, dtype=torch.float32) - 0.5
+    _, exponent = torch.frexp(exact)
+    unit = torch.ldexp(torch.full_like(exact, torch.finfo(tensor.dtype).eps), exponent - 1)
+    return exact + shift.to(exact.device) * unit
+
+
+class ExactMode(TorchFunctionMode):
+    """Lets all functions compute in a wide dtype, whatever narrower one they are told.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        The wide one.
+
+    Examples
+    --------
+    >>> with ExactMode(torch.float64):
+    ...     torch.ones(1).half().dtype
+    torch.float64
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._narrow = HALF if dtype is torch.float32 else {*HALF, torch.float32}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function."""
+        if _CASTS.get(func) in self._narrow:
+            return args[0].to(self._dtype)
+        args = tuple(map(self._wide, args))
+        kwargs = {name: self._wide(value) for name, value in (kwargs or {}).items()}
+        output = func(*args, **kwargs)
+        is_narrow = type(output) is Tensor and output.dtype in self._narrow
+        return output.to(self._dtype) if is_narrow else output
+
+    def _wide(self, value: Any) -> Any:
+        return self._dtype if isinstance(value, torch.dtype) and value in self._narrow else value

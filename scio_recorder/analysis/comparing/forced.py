@@ -1,0 +1,410 @@
+"""Passes in which every paired call receives the reference's inputs and hands back its outputs.
+
+NOTE [Whose error it is]
+
+In a forced pass, all that the own code of a call works on is the reference's: what the call
+receives, and what the paired calls inside it hand back. So whatever differs in what it returns, and
+in what it hands to paired calls inside, is an error of its own, and shows in no other call. A
+module without a partner, such as a fused projection, belongs to the own code around it.
+
+Tensors are paired by their places among the arguments or in the output, and those that only one
+side has at a place in order, by shape. What has no partner, such as a mask where the other side
+has None, stays the network's own; so do objects such as key-value caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.layer import RowIdx
+from scio_recorder.lowlevel import CallWrapper, random_state, restore_random, takes_hooks
+from scio_recorder.tensors import Copies, fold, is_out_of_memory, is_plain, memories_of, version_of
+
+Place: TypeAlias = tuple[Any, ...]
+# The labels of each paired module's calls, in their order; None for a call without a partner.
+CallLabels: TypeAlias = Mapping[nn.Module, Sequence[RowIdx | None]]
+
+
+class ReferenceCall(NamedTuple):
+    """What a call of the reference received and returned.
+
+    Parameters
+    ----------
+    received, returned : mapping
+        Tensors and other values by their places.
+    output : any
+        What it returned, as a structure.
+    random : pair or None
+        The states of the generators of random numbers before and after the call, if known.
+    """
+
+    received: Mapping[Place, Any]
+    returned: Mapping[Place, Any]
+    output: Any
+    random: tuple[Any, Any] | None = None
+
+
+class Slot(NamedTuple):
+    """A tensor that a call makes: it returns it, or hands it to a call inside.
+
+    Parameters
+    ----------
+    owner : RowIdx
+        The call.
+    receiver : RowIdx or None
+        The call that is handed the tensor; None if it is returned.
+    place : tuple
+        The place among the arguments, or in the output, of the reference.
+    is_whole : bool
+        Whether it holds whole numbers.
+    """
+
+    owner: RowIdx
+    receiver: RowIdx | None
+    place: Place
+    is_whole: bool
+
+
+def places(value: Any) -> dict[Place, Any]:
+    """Return the tensors and other values in plain containers, by their places.
+
+    Examples
+    --------
+    >>> places({"a": (1, None)})
+    {('a', 0): 1, ('a', 1): None}
+    """
+    parts: dict[Place, Any] = fold(value, lambda leaf: {(): leaf}, _joined)
+    return parts
+
+
+def _joined(container: Any, parts: list[tuple[Any, dict[Place, Any]]]) -> dict[Place, Any]:
+    return {(key, *at): leaf for key, inner in parts for at, leaf in inner.items()}
+
+
+def by_name(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the arguments of a call, positional ones by the names that ``forward`` has for them.
+
+    Examples
+    --------
+    >>> by_name(nn.ReLU(), (1,), {})
+    {'input': 1}
+    """
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        parameters = dict[str, inspect.Parameter]().values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    named: dict[Any, Any] = {
+        (names[at] if at < len(names) else at): value for at, value in enumerate(args)
+    }
+    return named | dict(kwargs)
+
+
+def paired_places(own: Mapping[Place, Any], others: Mapping[Place, Any]) -> dict[Place, Place]:
+    """Return the place of each tensor's partner, by the tensor's own place.
+
+    Examples
+    --------
+    >>> own, others = {("x",): torch.ones(2), ("mask",): torch.ones(3)}, {("y",): torch.ones(2)}
+    >>> paired_places(own, others | {("mask",): None})
+    {('x',): ('y',)}
+    """
+    pairs = {at: at for at in own if at in others and are_alike(own[at], others[at])}
+    rest = [at for at in others if at not in own]
+    for at in own:
+        if at not in others:
+            to = next((to for to in rest if are_alike(own[at], others[to])), None)
+            if to is not None:
+                pairs[at] = to
+                rest.remove(to)
+    return pairs
+
+
+def are_alike(tensor: Any, other: Any) -> bool:
+    """Whether two values are tensors of one shape and one kind of numbers."""
+    if not (isinstance(tensor, Tensor) and isinstance(other, Tensor)):
+        return False
+    if not (is_plain(tensor) and is_plain(other)) or tensor.shape != other.shape:
+        return False
+    return _kind(tensor.dtype) == _kind(other.dtype)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype is torch.bool
+
+
+def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
+    """Return a structure with other tensors, given by the ``id`` of each; caches stay the same.
+
+    Examples
+    --------
+    >>> x = torch.ones(1)
+    >>> replaced([x, {"a": x}], {id(x): torch.zeros(1)})
+    [tensor([0.]), {'a': tensor([0.])}]
+    """
+    return fold(value, lambda leaf: new.get(id(leaf), leaf), _rebuilt)
+
+
+def _rebuilt(container: Any, parts: list[tuple[Any, Any]]) -> Any:
+    kind: Any = type(container)
+    if isinstance(container, tuple):
+        items = [part for _, part in parts]
+        is_plain_tuple = kind is tuple or hasattr(kind, "n_sequence_fields")
+        return kind(items) if is_plain_tuple else tuple.__new__(kind, items)
+    rebuilt = copy.copy(container)
+    for key, part in parts:
+        if isinstance(container, list | Mapping):
+            rebuilt[key] = part
+        else:
+            object.__setattr__(rebuilt, key, part)
+    return rebuilt
+
+
+class PairedCalls:
+    """Stands around the paired calls of a network.
+
+    Parameters
+    ----------
+    labels : mapping
+        The labels of the calls of each paired module.
+    """
+
+    def __init__(self, labels: CallLabels) -> None:
+        self._labels = labels
+        self._counts: Counter[nn.Module] = Counter()
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Stand around the calls inside the block."""
+        with contextlib.ExitStack() as stack:
+            for module in filter(takes_hooks, self._labels):
+                wrapper = CallWrapper(module, partial(self._run, module))
+                wrapper.put_around()
+                stack.callback(wrapper.remove)
+            yield
+
+    def _run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        number, labels = self._counts[module], self._labels[module]
+        self._counts[module] += 1
+        label = labels[number] if number < len(labels) else None
+        if label is None:
+            return call(*args, **kwargs)
+        return self.take(label, module, call, args, kwargs)
+
+    def take(
+        self, label: RowIdx, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Stand for a paired call."""
+        raise NotImplementedError
+
+
+class NotingPass(PairedCalls):
+    """Keeps what the paired calls of the reference receive and return, and changes nothing.
+
+    Attributes
+    ----------
+    calls : dict
+        The calls by label.
+    """
+
+    def __init__(self, labels: CallLabels, *, notes_random: bool) -> None:
+        super().__init__(labels)
+        self.calls: dict[RowIdx, ReferenceCall] = {}
+        self._notes_random = notes_random
+        self._copies = Copies()
+
+    def take(
+        self, label: RowIdx, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run a call, with copies of what goes in and comes out."""
+        received = self._copied(places(by_name(module, args, kwargs)))
+        before = random_state() if self._notes_random else None
+        output = call(*args, **kwargs)
+        random = (before, random_state()) if self._notes_random else None
+        original = places(output)
+        returned = self._copied(original)
+        copies = {id(x): returned[at] for at, x in original.items() if isinstance(x, Tensor)}
+        kept = replaced(output, copies)
+        self.calls[label] = ReferenceCall(received, returned, kept, random)
+        return output
+
+    def _copied(self, parts: dict[Place, Any]) -> dict[Place, Any]:
+        return {
+            at: self._copies.of(part) if isinstance(part, Tensor) and is_plain(part) else part
+            for at, part in parts.items()
+        }
+
+
+class Handing(NamedTuple):
+    """That a call hands a tensor, known by a number, to a call whose partner receives none."""
+
+    number: int
+    owner: RowIdx
+    receiver: RowIdx
+
+
+@dataclass
+class _Forced:
+    """A tensor of the network's own, and what a call receives in place of it."""
+
+    own: Tensor
+    value: Tensor
+
+    def __post_init__(self) -> None:
+        self._version = version_of(self.value)
+
+    def write_back(self) -> None:
+        """Write to the network's own tensor what the call has written to the other."""
+        if version_of(self.value) != self._version:
+            self.own.copy_(self.value)
+
+
+class ForcedPass(PairedCalls):
+    """Lets the paired calls of a network work on what those of the reference did, see NOTE.
+
+    Parameters
+    ----------
+    labels : mapping
+        The labels, those of the reference, of the calls of each paired module.
+    reference : mapping
+        The reference's calls.
+
+    Attributes
+    ----------
+    made : dict
+        Copies of what the calls made, as far as it has a partner.
+    failed : dict
+        The errors of calls that raise on the reference's inputs, and other reasons why what a call
+        returned can't be compared.
+    handings : list of Handing
+        Who handed on what the reference does not hand on.
+    """
+
+    def __init__(self, labels: CallLabels, reference: Mapping[RowIdx, ReferenceCall]) -> None:
+        super().__init__(labels)
+        self._reference = reference
+        self.made: dict[Slot, Tensor] = {}
+        self.failed: dict[RowIdx, str] = {}
+        self.handings: list[Handing] = []
+        self._copies = Copies()
+        # The calls that run now; memories by number, and tensors that keep these.
+        self._around: list[RowIdx] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []
+
+    def take(
+        self, label: RowIdx, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run a call on the reference's inputs, and return what the reference's call returned."""
+        known = self._reference.get(label)
+        if known is None:
+            return call(*args, **kwargs)
+        forced = self._force_inputs(label, known, places(by_name(module, args, kwargs)))
+        new = {at: pair.value for at, pair in forced.items()}
+        if known.random is not None:
+            restore_random(known.random[0])
+        self._around.append(label)
+        try:
+            output = call(*replaced(tuple(args), new), **replaced(dict(kwargs), new))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self.failed[label] = f"{type(error).__name__}: {error}"
+            return self._instead(known, new)
+        finally:
+            self._around.pop()
+        if known.random is not None:
+            restore_random(known.random[1])
+        return self._force_outputs(label, known, output, forced)
+
+    def _force_inputs(
+        self, label: RowIdx, known: ReferenceCall, own: Mapping[Place, Any]
+    ) -> dict[int, _Forced]:
+        forced: dict[int, _Forced] = {}
+        pairs = paired_places(own, known.received)
+        for at, tensor in own.items():
+            if at in pairs:
+                if self._around:
+                    self._make(self._around[-1], label, pairs[at], tensor)
+                if id(tensor) not in forced:
+                    forced[id(tensor)] = _Forced(tensor, _like(tensor, known.received[pairs[at]]))
+            elif isinstance(tensor, Tensor) and self._around:
+                self._alive.append(tensor)
+                for memory in memories_of(tensor):
+                    number = self._numbers.setdefault(memory, len(self._numbers))
+                    self.handings.append(Handing(number, self._around[-1], label))
+        return forced
+
+    def _force_outputs(
+        self, label: RowIdx, known: ReferenceCall, output: Any, forced: Mapping[int, _Forced]
+    ) -> Any:
+        own = places(output)
+        pairs = paired_places(own, known.returned)
+        reason = _why_unpaired(own, known.returned, pairs)
+        if reason is not None:
+            self.failed[label] = reason
+        new: dict[int, Tensor] = {}
+        in_place = {id(pair.value): pair for pair in forced.values()}
+        for at, to in pairs.items():
+            tensor, value = own[at], known.returned[to]
+            self._make(label, None, to, tensor)
+            if id(tensor) in in_place:
+                tensor.copy_(_like(tensor, value))
+                new[id(tensor)] = in_place[id(tensor)].own
+            elif id(tensor) not in new:
+                new[id(tensor)] = _like(tensor, value)
+        for pair in forced.values():
+            pair.write_back()
+        return replaced(output, new)
+
+    def _make(self, owner: RowIdx, receiver: RowIdx | None, place: Place, tensor: Tensor) -> None:
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+        slot = Slot(owner, receiver, place, is_whole and tensor.dtype is not torch.bool)
+        self.made[slot] = self._copies.of(tensor)
+
+    def _instead(self, known: ReferenceCall, received: Mapping[int, Tensor]) -> Any:
+        """Return what the reference's call returned, in the dtype of what this one received."""
+        like = next((x for x in received.values() if x.is_floating_point()), None)
+        new = {}
+        for tensor in places(known.output).values():
+            if isinstance(tensor, Tensor) and like is not None:
+                dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
+                new[id(tensor)] = tensor.to(like.device, dtype, copy=True)
+        return replaced(known.output, new)
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return a copy of the reference's value with the dtype and strides of the network's own.
+
+    Numbers that are too large for the dtype become its largest: who made them is to blame.
+    """
+    forced = torch.empty_like(tensor).copy_(value)
+    if tensor.dtype is torch.float16 and value.dtype is not torch.float16:
+        largest = torch.finfo(torch.float16).max
+        is_lost = forced.isinf() & ~value.isinf().to(forced.device)
+        forced = torch.where(is_lost, forced.sign() * largest, forced)
+    return forced
+
+
+def _why_unpaired(
+    own: Mapping[Place, Any], others: Mapping[Place, Any], pairs: Mapping[Place, Place]
+) -> str | None:
+    """Return why no tensor of an output can be compared, if none can."""
+    shapes = [
+        [tuple(x.shape) for x in side.values() if isinstance(x, Tensor)] for side in (others, own)
+    ]
+    if pairs or not any(shapes):
+        return None
+    texts = [", ".join(map(str, side)) or "no tensor" for side in shapes]
+    return f"it returns {texts[0]} in the reference and {texts[1]} in the candidate"

@@ -1,0 +1,322 @@
+"""Takes both sides of a comparison through forced passes, and measures what each call makes.
+
+NOTE [Passes of a block]
+
+The reference runs once, as it does in any comparison, and what its calls receive and return is
+kept. Then the candidate runs as it is, a copy of the reference in the candidate's dtypes, exact
+copies of both, and one of the candidate whose weights have moved: one copy at a time. A recording
+takes the place of the first three runs of the reference. What each pass has made is measured
+against what the reference made, or against what another pass made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from scio_recorder.analysis.comparing.exact import (
+    HALF,
+    ExactMode,
+    convert,
+    exact_dtype,
+    in_dtype,
+    main_dtype,
+    moved,
+    partners,
+    rounded,
+)
+from scio_recorder.analysis.comparing.faults import LocalErrors
+from scio_recorder.analysis.comparing.forced import (
+    CallLabels,
+    ForcedPass,
+    Handing,
+    NotingPass,
+    ReferenceCall,
+    Slot,
+    by_name,
+    places,
+)
+from scio_recorder.analysis.comparing.judging import Kind, SlotFigures, judged
+from scio_recorder.analysis.comparing.matching import Pair
+from scio_recorder.analysis.comparing.measures import Figures, Tolerance, measure_all
+from scio_recorder.analysis.comparing.sides import (
+    NetworkSide,
+    RecordingSide,
+    SampleBlock,
+    Side,
+    chosen,
+)
+from scio_recorder.errors import ComparisonError
+from scio_recorder.layer import Operation, OperationIdx, RowIdx
+from scio_recorder.lowlevel import NetState, is_sharded, run_copy, untouched
+from scio_recorder.tensors import dtype_name, is_out_of_memory, map_tensors
+
+# Entries of masks below it mean minus infinity, however that is written.
+_MASKED = -1e4
+_ALONE = "it has no partner, so it counts as a part of the layer around it"
+_T = TypeVar("_T")
+_Made = Mapping[Slot, Tensor]
+
+
+class LocalComparison:
+    """Takes a candidate through forced passes, block by block.
+
+    Parameters
+    ----------
+    reference : Side
+        A network, or a recording with inputs.
+    candidate : Side
+        A network.
+    pairs : sequence of Pair
+        Their layers.
+    """
+
+    def __init__(self, reference: Side, candidate: Side, pairs: Sequence[Pair]) -> None:
+        self._reference, self._candidate = _checked(reference, candidate)
+        self._pairs = [pair for pair in pairs if not isinstance(pair.reference, Operation)]
+        recorded = {pair.reference.label for pair in self._pairs}
+        if isinstance(reference, NetworkSide) and (0, 1) not in recorded:
+            # The root's own code is around the recorded layers, and may be faulty.
+            self._pairs.append(Pair(reference.architecture[0, 1], candidate.architecture[0, 1]))
+        self._equal = [pair for pair in self._pairs if pair.error is None]
+        # The reference's labels, by the candidate's and by themselves.
+        self._labels: dict[RowIdx, RowIdx] = {
+            pair.partner.label: pair.reference.label for pair in self._equal
+        }
+        self._own_labels: dict[RowIdx, RowIdx] = {x: x for x in self._labels.values()}
+        self._dtype = main_dtype(self._candidate.net)
+        self._exact = exact_dtype(self._dtype)
+        modules = [(pair.reference.module, pair.partner.module) for pair in self._equal]
+        both = [(own, other) for own, other in modules if own is not None and other is not None]
+        self._of_candidate = partners(both)
+        # A recording's weights are not known, even if its modules still are.
+        is_known = isinstance(reference, NetworkSide)
+        self._of_reference = partners((other, own) for own, other in both) if is_known else {}
+        self._calls: Mapping[RowIdx, ReferenceCall] = {}
+        self._figures: dict[Slot, SlotFigures] = defaultdict(dict)
+        self._failed: dict[RowIdx, str] = {}
+        self._handings: set[Handing] = set()
+        # As keys, since each batch has the same.
+        self._notes: dict[str, None] = {}
+
+    def load_reference(self, load: Callable[[], _T]) -> _T:
+        """Let the reference run, or be read, and keep what its calls receive and return."""
+        side = self._reference
+        if isinstance(side, RecordingSide):
+            result = load()
+            self._calls = self._recorded_calls(side)
+            return result
+        is_random = any(module.training for module in side.net.modules())
+        noting = NotingPass(_call_labels(side, self._own_labels), notes_random=is_random)
+        with noting.around():
+            result = load()
+        self._calls = noting.calls
+        return result
+
+    def _recorded_calls(self, side: RecordingSide) -> dict[RowIdx, ReferenceCall]:
+        calls: dict[RowIdx, ReferenceCall] = {}
+        for layer, partner, _ in self._equal:
+            inputs = side.inputs(layer.label)
+            if inputs is not None and partner.module is not None:
+                value = side.value(layer.label)
+                received = places(by_name(partner.module, *inputs))
+                calls[layer.label] = ReferenceCall(received, places(value), value)
+        return calls
+
+    def add(self, block: SampleBlock, states: Sequence[NetState]) -> None:
+        """Judge a block, from the states in which the networks began it."""
+        sides = [x for x in (self._reference, self._candidate) if isinstance(x, NetworkSide)]
+        with contextlib.ExitStack() as stack:
+            for side in sides:
+                stack.enter_context(untouched(side.net))
+            native = self._native(block, states)
+            for state in states:
+                state.put_back()
+            self._judge(block, native)
+        self._calls = {}
+
+    def _native(self, block: SampleBlock, states: Sequence[NetState]) -> _Made:
+        """Run the candidate as it is."""
+        for state in states:
+            state.put_back()
+        forced = ForcedPass(_call_labels(self._candidate, self._labels), self._calls)
+        args, kwargs = self._candidate.inputs_for(block)
+        with forced.around():
+            self._candidate.net(*args, **kwargs)
+        self._failed |= forced.failed
+        self._handings |= {*forced.handings}
+        self._measure("error", self._values(forced.made), forced.made, block)
+        return forced.made
+
+    def _judge(self, block: SampleBlock, native: _Made) -> None:
+        """Run copies, and measure what they make."""
+        reference: _Made = {}
+        side, labels = self._reference, self._labels
+        if isinstance(side, NetworkSide):
+            own = self._own_labels
+            cast = self._run_copy(side, own, block, self._cast, self._dtype)
+            self._measure("cast", self._values(cast), cast, block)
+            reference = self._run_copy(side, own, block, self._exactly_cast, self._exact)
+            self._measure("rounding", self._values(reference), reference, block)
+        side = self._candidate
+        exact = self._run_copy(side, labels, block, lambda x: x.to(self._exact), self._exact)
+        self._measure("excess", self._values(exact), exact, block)
+        self._measure("apart", reference, exact, block)
+        shifted = self._run_copy(side, labels, block, self._shifted, self._exact)
+        self._measure("moved", exact, shifted, block)
+        if isinstance(self._reference, RecordingSide):
+            recorded = _narrowest(self._values(native).values())
+            if recorded.itemsize < self._dtype.itemsize:
+                native = self._run_copy(side, labels, block, lambda x: x.to(recorded), recorded)
+            self._measure("cast", exact, native, block)
+            if recorded in HALF:
+                # What the recording has lost is no error of an exact copy.
+                self._measure("low", exact, native, block)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return rounded(tensor, self._of_candidate.get(id(tensor)), self._dtype)
+
+    def _exactly_cast(self, tensor: Tensor) -> Tensor:
+        return self._cast(tensor).to(self._exact)
+
+    def _shifted(self, tensor: Tensor) -> Tensor:
+        return moved(tensor, self._of_reference.get(id(tensor)), self._exact)
+
+    def _run_copy(
+        self,
+        side: NetworkSide,
+        labels: Mapping[RowIdx, RowIdx],
+        block: SampleBlock,
+        new: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+    ) -> _Made:
+        """Return what a copy with other tensors makes; nothing if there can't be one."""
+
+        def run(twin: nn.Module) -> _Made:
+            convert(side.net, twin, new)
+            twins = dict(zip(side.net.modules(), twin.modules(), strict=True))
+            calls = {twins[module]: of for module, of in _call_labels(side, labels).items()}
+            forced = ForcedPass(calls, self._calls)
+            args, kwargs = map_tensors(lambda x: in_dtype(x, dtype), side.inputs_for(block))
+            is_exact = dtype is self._exact
+            with ExactMode(dtype) if is_exact else contextlib.nullcontext(), forced.around():
+                twin(*args, **kwargs)
+            return forced.made
+
+        try:
+            made = None if is_sharded(side.net) else run_copy(side.net, run)
+        except (RuntimeError, TypeError) as error:
+            if is_out_of_memory(error):
+                raise ComparisonError(_no_room(side, dtype)) from error
+            # A device may lack the dtype.
+            self._notes[f"the {side.what} can't be computed in {dtype_name(dtype)}: {error}"] = None
+            return {}
+        if made is None:
+            self._notes[f"the {side.what} can't be copied"] = None
+        return made or {}
+
+    def _values(self, made: _Made) -> _Made:
+        """Return what the reference made in the place of what a pass has made."""
+        calls = self._calls
+        return {
+            slot: calls[slot.owner].returned[slot.place]
+            if slot.receiver is None
+            else calls[slot.receiver].received[slot.place]
+            for slot in made
+        }
+
+    def _measure(self, kind: Kind, own: _Made, other: _Made, block: SampleBlock) -> None:
+        """Add how what one pass has made differs from what another one, or the reference, made."""
+        slots = [slot for slot in other if slot in own]
+        pairs = [
+            _comparable(chosen(own[slot], block.received), chosen(other[slot], block.received))
+            for slot in slots
+        ]
+        for slot, figures in zip(slots, measure_all(pairs, Tolerance()), strict=True):
+            self._figures[slot].setdefault(kind, Figures()).add(figures)
+
+    def result(self) -> LocalErrors:
+        """Return the local errors of all layers."""
+        errors, faults = judged(self._equal, self._figures, self._handings, self._dtype)
+        reasons: dict[RowIdx, str | None] = {x.reference.label: x.error for x in self._pairs}
+        wanted = self._reference.recorded or self._reference.labels
+        unjudged: dict[RowIdx, str] = {}
+        for label in self._reference.architecture.in_order({*wanted, *reasons}):
+            if label not in errors and not isinstance(label, OperationIdx):
+                why = reasons.get(label, _ALONE) or self._failed.get(label) or self._nothing
+                unjudged[label] = why
+        if not errors:
+            said = "; ".join(dict.fromkeys(unjudged.values()))
+            raise ComparisonError(f"no layer can be judged by its local error: {said}")
+        return LocalErrors(errors, tuple(faults), unjudged, [*self._notes])
+
+    @property
+    def _nothing(self) -> str:
+        if isinstance(self._reference, RecordingSide):
+            return (
+                "the recording has no inputs of it for these batches: record it with inputs=True, "
+                "and give the batches that were collected"
+            )
+        return "it returned and handed on no tensor that both networks have"
+
+
+def _checked(reference: Side, candidate: Side) -> tuple[NetworkSide | RecordingSide, NetworkSide]:
+    """Refuse sides that can't be taken through forced passes."""
+    if isinstance(candidate, RecordingSide):
+        raise ComparisonError(
+            "local=True runs the candidate on what the layers of the reference received, but the "
+            "candidate is a recording: give its network"
+        )
+    for side in (reference, candidate):
+        if isinstance(side, NetworkSide) and (side.compiled or side.calls != "labelled"):
+            raise ComparisonError(
+                f"local=True needs the single calls of the {side.what}'s modules: give a recorder "
+                'that is not compiled, without calls="any"'
+            )
+    if isinstance(reference, RecordingSide) and (
+        not reference.knows_inputs or reference.digests or reference.recording.has_rows
+    ):
+        raise ComparisonError(
+            "local=True needs what each layer of the reference received and returned, whole: "
+            "record(..., inputs=True) before collect(...), without reduce= and rows=, or give "
+            "the network"
+        )
+    return reference, candidate
+
+
+def _call_labels(side: NetworkSide, known: Mapping[RowIdx, RowIdx]) -> CallLabels:
+    """Return the reference's labels of the calls of each module that has some."""
+    layers = map(side.architecture.__getitem__, known)
+    modules = {layer.module: None for layer in layers if layer.module is not None}
+    return {
+        module: [known.get(label) for label in side.architecture.calls(module)]
+        for module in modules
+    }
+
+
+def _comparable(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tensors in which what masks out on both sides is the same."""
+    if not own.is_floating_point():
+        return own, other
+    other = other.to(own.device)
+    is_masked = (own <= _MASKED) & (other <= _MASKED)
+    return own.masked_fill(is_masked, 0.0), other.masked_fill(is_masked, 0.0)
+
+
+def _narrowest(tensors: Iterable[Tensor]) -> torch.dtype:
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float64)
+
+
+def _no_room(side: NetworkSide, dtype: torch.dtype) -> str:
+    numbers = sum(x.numel() for x in {*side.net.parameters(), *side.net.buffers()})
+    return (
+        f"memory lacks for an exact copy of the {side.what}: local=True makes one at a time, of "
+        f"{numbers * dtype.itemsize / 2**30:,.2f} GiB in {dtype_name(dtype)}, and keeps what all "
+        "layers receive and return in a batch: give smaller batches, or compare on another device"
+    )

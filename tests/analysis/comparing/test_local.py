@@ -1,0 +1,452 @@
+"""Layers that make an error of their own: faults planted by hand are named, clean ports are not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scio_recorder import ComparisonError, Recorder, compare, open_recording
+from scio_recorder.analysis.comparing.difference import Difference
+from tests.analysis.comparing.local_nets import (
+    IDS,
+    IMAGES,
+    Attention,
+    FlashAttention,
+    convolutional,
+    fused,
+    transformer,
+    with_attention,
+)
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def cast_to(dtype: torch.dtype) -> Callable[[Any], Any]:
+    return lambda x: x.to(dtype) if x.is_floating_point() else x
+
+
+def judged(
+    reference: nn.Module, candidate: nn.Module, *batches: Tensor, **options: Any
+) -> Difference:
+    """Compare two nets locally, the candidate in the dtype of its weights."""
+    dtype = next(x.dtype for x in candidate.parameters() if x.is_floating_point())
+    inputs = [cast_to(torch.float32), cast_to(dtype)]
+    both = [
+        Recorder(net, input_data=cast(batches[0]))
+        for net, cast in zip((reference, candidate), inputs, strict=True)
+    ]
+    return compare(*both, batches, local=True, to_inputs=inputs, **options)
+
+
+def names(difference: Difference) -> list[str]:
+    return [fault.layer.name for fault in difference.faults]
+
+
+# -- figures by hand -------------------------------------------------------------------------------
+
+
+def relative(value: Tensor, reference: Tensor) -> float:
+    return float((value.double() - reference).norm() / reference.norm())
+
+
+def test_the_figures_of_a_linear_layer_are_those_computed_by_hand() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    port = copy.deepcopy(net).bfloat16()
+    with torch.no_grad():
+        port[1].weight[2] *= 1.5
+        x = torch.randn(9, 6)
+        middle = net[0](x)
+        returned = net[1](middle).double()
+        error = relative(port[1](middle.bfloat16()), returned)
+        rounding = relative(copy.deepcopy(net[1]).bfloat16()(middle.bfloat16()), returned)
+        weights = [copy.deepcopy(each).bfloat16().double() for each in (net[1], port[1])]
+        exact = [linear(middle.double()) for linear in weights]
+    fault = judged(net, port, x).faults[0]
+    assert fault.layer.name == "1"
+    assert fault.error == pytest.approx(error, rel=1e-6)
+    assert fault.rounding == pytest.approx(rounding, rel=1e-6)
+    assert fault.excess == pytest.approx(relative(exact[1], exact[0]), rel=1e-4)
+    assert fault.score > 10
+
+
+def test_figures_are_those_of_all_batches_together() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 4))
+    port = copy.deepcopy(net)
+    port[0].bias.data += 0.1
+    batches = torch.randn(3, 6), torch.randn(5, 6)
+    with torch.no_grad():
+        expected = relative(port(torch.cat(batches)), net(torch.cat(batches)).double())
+    difference = judged(net, port, *batches)
+    assert difference.faults[0].error == pytest.approx(expected, rel=1e-5)
+    assert judged(net, port, *batches, max_batches=1).faults[0].error != difference.faults[0].error
+
+
+# -- clean ports -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", [Attention, FlashAttention])
+def test_a_clean_transformer_has_no_fault(kind: type[Attention], dtype: torch.dtype) -> None:
+    net = transformer()
+    difference = judged(net, with_attention(net, kind).to(dtype), IDS)
+    assert difference.faults == ()
+    assert not difference.unjudged
+    assert len(difference.local) == 25
+    if dtype is not torch.float32:
+        assert difference.first is not None
+        assert difference.local["head"].error > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_clean_convolutional_net_has_no_fault(dtype: torch.dtype, is_training: bool) -> None:
+    net = convolutional().train(is_training)
+    difference = judged(net, copy.deepcopy(net).to(dtype), IMAGES, IMAGES.flip(0))
+    assert difference.faults == ()
+    assert not difference.unjudged
+
+
+def test_two_half_precisions_that_compute_in_other_ways() -> None:
+    net = transformer().bfloat16()
+    assert judged(net, with_attention(net, FlashAttention), IDS).faults == ()
+
+
+# -- planted faults --------------------------------------------------------------------------------
+
+
+def scaled(net: Any) -> str:
+    net.blocks[1].up.weight.data *= 1.01
+    return "blocks.1.up"
+
+
+def without_bias(net: Any) -> str:
+    net.blocks[0].down.bias.data.zero_()
+    return "blocks.0.down"
+
+
+def transposed(net: Any) -> str:
+    projection = net.blocks[0].attention.o_proj
+    projection.weight.data = projection.weight.data.t().clone()
+    return "blocks.0.attention.o_proj"
+
+
+def other_activation(net: Any) -> str:
+    net.blocks[1].act = nn.GELU("tanh")
+    return "blocks.1.act"
+
+
+def other_epsilon(net: Any) -> str:
+    net.blocks[0].norm.eps = 1e-3
+    return "blocks.0.norm"
+
+
+def other_scale(net: Any) -> str:
+    net.blocks[1].attention.scaling *= 1.1
+    return "blocks.1.attention"
+
+
+def dropout_left_on(net: Any) -> str:
+    net.blocks[0].drop.train()
+    return "blocks.0.drop"
+
+
+class WithoutResidual(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        net: Any = self
+        x = net.attention(net.norm(x), mask=mask)
+        return x + net.drop(net.down(net.act(net.up(x))))
+
+
+def without_residual(net: Any) -> str:
+    net.blocks[1].__class__ = type("Block", (WithoutResidual,), {})
+    return "blocks.1"
+
+
+def added_outside(net: Any) -> str:
+    """The root hands on another hidden state than the reference does."""
+
+    class Shifted(type(net)):  # type: ignore[misc]
+        def forward(self, ids: Tensor) -> dict[str, Any]:
+            x = self.embed(ids) * 1.02
+            for block in self.blocks:
+                x = block(x)
+            return {"logits": self.head(x), "hidden": (x, None)}
+
+    net.__class__ = Shifted
+    return ""
+
+
+PLANTED = (
+    scaled,
+    without_bias,
+    transposed,
+    other_activation,
+    other_epsilon,
+    other_scale,
+    dropout_left_on,
+    without_residual,
+    added_outside,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("plant", PLANTED)
+def test_a_fault_in_a_transformer_is_named(plant: Callable[[Any], str], dtype: torch.dtype) -> None:
+    net = transformer()
+    port = with_attention(net, FlashAttention)
+    name = plant(port)
+    assert names(judged(net, port.to(dtype), IDS)) == [name]
+
+
+def test_nested_faults_are_both_named() -> None:
+    net = transformer()
+    port = copy.deepcopy(net)
+    wanted = {other_scale(port), other_activation(port)}
+    without_residual(port)
+    assert set(names(judged(net, port.bfloat16(), IDS))) == {*wanted, "blocks.1"}
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_faults_of_a_convolutional_net(dtype: torch.dtype) -> None:
+    net = convolutional()
+    for change, name in [
+        (lambda port: port.norm.running_var.mul_(1.1), "norm"),
+        (lambda port: port.stem.weight.data[2].mul_(0.5), "stem"),
+        (lambda port: setattr(port.mix, "padding_mode", "circular"), "mix"),
+        (lambda port: port.drop.train(), "drop"),
+    ]:
+        port = copy.deepcopy(net)
+        change(port)
+        found = names(judged(net, port.to(dtype), IMAGES))
+        assert set(found) == {name}, name
+
+
+def test_an_overflow_is_the_surest_fault() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh())
+    net[0].weight.data *= 1e5
+    port = copy.deepcopy(net).half()
+    fault = judged(net, port, torch.randn(5, 4)).faults[0]
+    assert fault.layer.name == "0"
+    assert fault.score == torch.inf
+
+
+@pytest.mark.parametrize("offset", [1, 2])
+def test_a_wrong_mask_is_the_fault_of_who_makes_it(offset: int) -> None:
+    net = transformer()
+    port = copy.deepcopy(net)
+    port.makes_mask, port.offset = True, offset
+    assert names(judged(net, port.bfloat16(), IDS)) == ([""] if offset == 2 else [])
+
+
+# -- structures ------------------------------------------------------------------------------------
+
+
+def test_a_fused_projection_belongs_to_the_layer_around_it() -> None:
+    net = transformer()
+    port = fused(net)
+    difference = judged(net, port.bfloat16(), IDS)
+    assert difference.faults == ()
+    assert "blocks.0.attention.q_proj" in [
+        difference.architecture[label].name for label in difference.unjudged
+    ]
+    port.blocks[1].attention.qkv.weight.data[16:32] *= 1.1
+    assert names(judged(net, port, IDS)) == ["blocks.1.attention"]
+
+
+def test_each_call_of_a_module_has_figures_of_its_own() -> None:
+    class Twice(nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.linear, self.by = nn.Linear(4, 4), by
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.linear(self.linear(x) * self.by)
+            return result
+
+    net, port = Twice(1.0), Twice(1.05)
+    port.load_state_dict(net.state_dict())
+    difference = judged(net, port.bfloat16(), torch.randn(6, 4))
+    # The factor is code of the root, which hands the product to the second call.
+    assert names(difference) == [""]
+    assert len(difference.local) == 3
+    assert not difference.unjudged
+
+
+def test_names_and_classes_that_differ() -> None:
+    class Other(nn.Module):
+        def __init__(self, net: nn.Sequential) -> None:
+            super().__init__()
+            self.first, self.second = copy.deepcopy(net[0]), copy.deepcopy(net[2])
+
+        def forward(self, inputs: Tensor) -> tuple[Tensor]:
+            return (self.second(self.first(inputs).relu()),)
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    match = {"0": "first", "2": "second"}
+    assert judged(net, Other(net).bfloat16(), torch.randn(7, 4), match=match).faults == ()
+    port = Other(net)
+    port.second.weight.data[1] += 0.05
+    assert names(judged(net, port, torch.randn(7, 4), match=match)) == ["2"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize")
+def test_quantised_layers_are_compared_with_their_kind() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)), nn.LayerNorm(16)).eval()
+
+    def quantised(net: nn.Module) -> nn.Module:
+        made: nn.Module = torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, torch.qint8)
+        return made
+
+    x = torch.randn(20, 16)
+    recorders = [Recorder(each, input_data=x) for each in (net, quantised(net))]
+    difference = compare(*recorders, [x], local=True)
+    assert difference.faults == ()
+    assert difference.local["2"].error > 1e-3
+    port = copy.deepcopy(net)
+    port[3].weight.data[4] *= 2
+    recorders[1] = Recorder(quantised(port), input_data=x)
+    assert names(compare(*recorders, [x], local=True)) == ["3"]
+
+
+class RefusesDouble(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.float64:
+            raise TypeError("no kernel for float64")
+        return super().forward(x)
+
+
+def test_what_cannot_be_computed_exactly_is_judged_as_it_is() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), RefusesDouble(4, 4), nn.Linear(4, 4))
+    port = copy.deepcopy(net)
+    difference = judged(net, port, torch.randn(5, 4))
+    assert difference.faults == ()
+    assert "Not computed exactly" in str(difference)
+    assert difference.local["1"].excess != difference.local["1"].excess
+    port[1].weight.data[0] += 0.1
+    assert names(judged(net, port, torch.randn(5, 4))) == ["1"]
+
+
+# -- recordings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_recording_with_inputs_can_be_the_reference(
+    store: str, dtype: torch.dtype, tmp_path: Any
+) -> None:
+    net = transformer().to(dtype)
+    recorder = Recorder(net, input_data=IDS)
+    recorder.record("blocks.*", "head", inputs=True)
+    batches = [IDS, IDS.flip(0)]
+    recording = recorder.collect(batches, store=store if store == "host" else f"disk:{tmp_path}/r")
+    if store == "disk":
+        recording = open_recording(f"{tmp_path}/r")
+    port = with_attention(transformer(), FlashAttention).bfloat16()
+    candidate = Recorder(port, input_data=IDS)
+    assert compare(recording, candidate, batches, local=True).faults == ()
+    name = other_scale(port)
+    assert names(compare(recording, candidate, batches, local=True)) == [name]
+
+
+def test_a_recording_without_inputs_is_refused() -> None:
+    recorder = Recorder(nn.Sequential(nn.Linear(4, 2)), input_size=(1, 4))
+    recorder.record("*")
+    batches = [torch.randn(3, 4)]
+    recording = recorder.collect(batches)
+    with pytest.raises(ComparisonError, match="inputs=True"):
+        compare(recording, recorder, batches, local=True)
+    with pytest.raises(ComparisonError, match="give its network"):
+        compare(recorder, recording, batches, local=True)
+
+
+# -- without a trace -------------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """Keeps state, and fails on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.calls, self.fails = nn.BatchNorm1d(4), 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.fails:
+            raise OSError("the disk is full")
+        result: Tensor = self.norm(x)
+        return result
+
+
+class Seen:
+    """Counts what a user's hook sees; no walk puts back what a class has."""
+
+    calls = 0
+
+    @classmethod
+    def note(cls, *call: Any) -> None:
+        cls.calls += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_both_nets_are_left_as_they_were(fails: bool) -> None:
+    nets = [nn.Sequential(nn.Linear(4, 4), Counts()).train() for _ in range(2)]
+    recorders = [Recorder(net, input_size=(3, 4)) for net in nets]
+    before = [copy.deepcopy(net.state_dict()) for net in nets]
+    batches: Sequence[Any] = [torch.randn(3, 4), torch.randn(3, 5 if fails else 4)]
+    nets[1][0].register_forward_hook(Seen.note)
+    Seen.calls, random = 0, torch.get_rng_state()
+    if fails:
+        with pytest.raises(Exception, match="batch 1"):
+            compare(*recorders, batches, local=True)
+    else:
+        assert names(compare(*recorders, batches, local=True)) == ["0"]
+        # The comparison runs the network, and so does one forced pass; the others run copies.
+        assert Seen.calls == 4
+    assert torch.equal(torch.get_rng_state(), random)
+    for net, state in zip(nets, before, strict=True):
+        assert net[1].calls == 0
+        assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
+        assert all(module._compiled_call_impl is None for module in net.modules())
+        assert sum(len(module._forward_hooks) for module in net.modules()) == (net is nets[1])
+
+
+# -- shown -----------------------------------------------------------------------------------------
+
+
+def test_faults_are_printed_tabulated_drawn_and_put_on_a_page(tmp_path: Any) -> None:
+    net = transformer()
+    port = fused(net)
+    name = other_activation(port)
+    difference = judged(net, port.bfloat16(), IDS)
+    fault = difference.faults[0]
+    text = str(difference)
+    assert text.startswith(f"Fault: {fault.layer.label} ({name}): local error {fault.error:.3g}")
+    assert "6 could not be judged" in text
+    assert "it has no partner" in text
+    frame = difference.to_frame()
+    assert frame.index[frame["is_fault"]].tolist() == [str(fault.layer.label)]
+    assert frame.loc[str(fault.layer.label), "local_error"] == fault.error
+    axis = difference.plot().axes[0]
+    assert axis.get_ylabel() == "local error"
+    assert len(axis.lines) > 3
+    assert difference.plot("max_abs").axes[0].get_ylabel() == "max abs"
+    page = difference.report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Local error" in page
+    assert text.partition(":")[0] in page
+
+
+def test_without_local_errors_there_are_none_to_read() -> None:
+    recorder = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 2))
+    difference = compare(recorder, recorder, [torch.ones(3, 2)])
+    with pytest.raises(ComparisonError, match="local=True"):
+        assert difference.faults
+    assert "local_error" not in difference.to_frame()
