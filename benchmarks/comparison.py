@@ -343,15 +343,26 @@ def verdict(record: Record, case: Case) -> str:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    print("| what is recorded |", " | ".join(f"{name} {released(name)}" for name in PEERS), "|")
-    print("| --- |", " | ".join("---" for _ in PEERS), "|")
+    ours, *others = PEERS
+    print(f"| what is recorded | {ours} {released(ours)} | the others |")
+    print("| --- | --- | --- |")
     with torch.no_grad():
         for case in cases():
-            row = [verdict(record, case) for record in PEERS.values()]
-            print(f"| {case.title} |", " | ".join(row), "|")
+            verdicts = {name: verdict(record, case) for name, record in PEERS.items()}
+            print(f"| {case.title} | {verdicts.pop(ours)} | {grouped(verdicts)} |")
         for title, operation in (("", ""), (", an operation", "tanh")):
-            row = [slowdown(record, operation) for record in PEERS.values()]
-            print(f"| time of a pass / bare{title} |", " | ".join(row), "|")
+            times = {name: slowdown(record, operation) for name, record in PEERS.items()}
+            text = ", ".join(f"{name} {times[name]}" for name in others if times[name])
+            print(f"| time of a pass / bare{title} | {times[ours]} | {text} |")
+    print(*(f"{name} {released(name)}" for name in others), sep=", ")
+
+
+def grouped(verdicts: dict[str, str]) -> str:
+    """Return a text that names each verdict once, wrong ones first: a phone shows it."""
+    names: dict[str, list[str]] = {}
+    for name, text in sorted(verdicts.items(), key=lambda item: item[1] != "**wrong**"):
+        names.setdefault(text, []).append(name)
+    return "; ".join(f"{text}: {', '.join(peers)}" for text, peers in names.items())
 
 
 def slowdown(record: Record, operation: str = "") -> str:
