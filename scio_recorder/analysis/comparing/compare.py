@@ -46,7 +46,11 @@ from scio_recorder.analysis.comparing.pairing import (
     paired_outputs,
     parts_of,
 )
-from scio_recorder.analysis.comparing.parting import OperationPair, first_operations
+from scio_recorder.analysis.comparing.parting import (
+    OperationPair,
+    differ_beyond,
+    first_operations,
+)
 from scio_recorder.analysis.comparing.sides import (
     NetworkSide,
     RecordingSide,
@@ -169,7 +173,7 @@ def compare(
     _refuse_other_rows(*sides, rows)
     pairs, unmatched = match_sides(*sides, match)
     booleans(ComparisonError, operations=operations, local=local)
-    locally = LocalComparison(*sides, pairs) if local else None
+    locally = LocalComparison(*sides, pairs, finds_operations=operations) if local else None
     comparison = Comparison(*sides, pairs, Tolerance(rtol, atol), operations, locally)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -592,9 +596,8 @@ class Comparison:
         )
         if first is not None and pair is not None:
             received_same = first.inputs_equal is True or bool(first.one_sided)
-            self._operations = first_operations(
-                own, other, self._tolerance, received_same=received_same
-            )
+            differ = partial(differ_beyond, self._tolerance)
+            self._operations = first_operations(own, other, differ, received_same=received_same)
 
 
 def _distinct(

@@ -185,12 +185,22 @@ class PairedCalls:
         self._counts: Counter[nn.Module] = Counter()
 
     @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
-        """Stand around the calls inside the block."""
+    def around(self, traced: nn.Module | None = None) -> Iterator[None]:
+        """Stand around the calls inside the block.
+
+        Parameters
+        ----------
+        traced : torch.nn.Module, optional
+            The module whose own code is traced, and sees what it gives to others, not what they
+            receive.
+        """
         with contextlib.ExitStack() as stack:
             for module in filter(takes_hooks, self._labels):
                 wrapper = CallWrapper(module, partial(self._run, module))
-                wrapper.put_around()
+                if traced is None or module is traced:
+                    wrapper.put_around()
+                else:
+                    wrapper.put_inside()
                 stack.callback(wrapper.remove)
             yield
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.exact import (
     HALF,
+    Convert,
     ExactMode,
     convert,
     exact_dtype,
@@ -30,7 +33,7 @@ from scio_recorder.analysis.comparing.exact import (
     partners,
     rounded,
 )
-from scio_recorder.analysis.comparing.faults import LocalErrors
+from scio_recorder.analysis.comparing.faults import Fault, LocalErrors, LocalFigures
 from scio_recorder.analysis.comparing.forced import (
     CallLabels,
     ForcedPass,
@@ -44,6 +47,8 @@ from scio_recorder.analysis.comparing.forced import (
 from scio_recorder.analysis.comparing.judging import Kind, SlotFigures, judged
 from scio_recorder.analysis.comparing.matching import Pair
 from scio_recorder.analysis.comparing.measures import Figures, Tolerance, measure_all
+from scio_recorder.analysis.comparing.pairing import paired_outputs, parts_of
+from scio_recorder.analysis.comparing.parting import Step, Steps, first_operations, traced
 from scio_recorder.analysis.comparing.sides import (
     NetworkSide,
     RecordingSide,
@@ -52,12 +57,14 @@ from scio_recorder.analysis.comparing.sides import (
     chosen,
 )
 from scio_recorder.errors import ComparisonError
-from scio_recorder.layer import Operation, OperationIdx, RowIdx
+from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx
 from scio_recorder.lowlevel import NetState, is_sharded, run_copy, untouched
-from scio_recorder.tensors import dtype_name, is_out_of_memory, map_tensors
+from scio_recorder.tensors import dtype_name, is_out_of_memory, is_plain, map_tensors
 
 # Entries of masks below it mean minus infinity, however that is written.
 _MASKED = -1e4
+# Operations of exact copies differ beyond it; of so many faults they are looked for.
+_EXACT, _TRACED = 1e-4, 8
 _ALONE = "it has no partner, so it counts as a part of the layer around it"
 _T = TypeVar("_T")
 _Made = Mapping[Slot, Tensor]
@@ -74,9 +81,13 @@ class LocalComparison:
         A network.
     pairs : sequence of Pair
         Their layers.
+    finds_operations : bool
+        Whether to find the operations that make faults.
     """
 
-    def __init__(self, reference: Side, candidate: Side, pairs: Sequence[Pair]) -> None:
+    def __init__(
+        self, reference: Side, candidate: Side, pairs: Sequence[Pair], *, finds_operations: bool
+    ) -> None:
         self._reference, self._candidate = _checked(reference, candidate)
         self._pairs = [pair for pair in pairs if not isinstance(pair.reference, Operation)]
         recorded = {pair.reference.label for pair in self._pairs}
@@ -98,9 +109,13 @@ class LocalComparison:
         is_known = isinstance(reference, NetworkSide)
         self._of_reference = partners((other, own) for own, other in both) if is_known else {}
         self._calls: Mapping[RowIdx, ReferenceCall] = {}
+        # Where texts are no padding, if a mask among the inputs says so.
+        self._is_real: Tensor | None = None
         self._figures: dict[Slot, SlotFigures] = defaultdict(dict)
         self._failed: dict[RowIdx, str] = {}
         self._handings: set[Handing] = set()
+        self._finds_operations = finds_operations
+        self._operations: dict[RowIdx, Operation | None] = {}
         # As keys, since each batch has the same.
         self._notes: dict[str, None] = {}
 
@@ -134,18 +149,22 @@ class LocalComparison:
         with contextlib.ExitStack() as stack:
             for side in sides:
                 stack.enter_context(untouched(side.net))
-            native = self._native(block, states)
+            for state in states:
+                state.put_back()
+            native = self._native(block)
             for state in states:
                 state.put_back()
             self._judge(block, native)
+            if self._finds_operations:
+                self._trace(block)
         self._calls = {}
 
-    def _native(self, block: SampleBlock, states: Sequence[NetState]) -> _Made:
+    def _native(self, block: SampleBlock) -> _Made:
         """Run the candidate as it is."""
-        for state in states:
-            state.put_back()
         forced = ForcedPass(_call_labels(self._candidate, self._labels), self._calls)
         args, kwargs = self._candidate.inputs_for(block)
+        named = by_name(self._candidate.net, args, kwargs)
+        self._is_real = _real_positions(named.get("attention_mask"))
         with forced.around():
             self._candidate.net(*args, **kwargs)
         self._failed |= forced.failed
@@ -156,27 +175,42 @@ class LocalComparison:
     def _judge(self, block: SampleBlock, native: _Made) -> None:
         """Run copies, and measure what they make."""
         reference: _Made = {}
-        side, labels = self._reference, self._labels
+        side, run = self._reference, partial(self._made_by_copy, block)
         if isinstance(side, NetworkSide):
-            own = self._own_labels
-            cast = self._run_copy(side, own, block, self._cast, self._dtype)
+            cast = run(side, self._cast, self._dtype)
             self._measure("cast", self._values(cast), cast, block)
-            reference = self._run_copy(side, own, block, self._exactly_cast, self._exact)
+            reference = run(side, self._exactly_cast, self._exact)
             self._measure("rounding", self._values(reference), reference, block)
-        side = self._candidate
-        exact = self._run_copy(side, labels, block, lambda x: x.to(self._exact), self._exact)
+        exact = run(self._candidate, self._exactly, self._exact)
         self._measure("excess", self._values(exact), exact, block)
         self._measure("apart", reference, exact, block)
-        shifted = self._run_copy(side, labels, block, self._shifted, self._exact)
-        self._measure("moved", exact, shifted, block)
-        if isinstance(self._reference, RecordingSide):
+        self._measure("moved", exact, run(self._candidate, self._moved, self._exact), block)
+        if isinstance(side, RecordingSide):
             recorded = _narrowest(self._values(native).values())
             if recorded.itemsize < self._dtype.itemsize:
-                native = self._run_copy(side, labels, block, lambda x: x.to(recorded), recorded)
+                native = run(self._candidate, lambda x: x.to(recorded), recorded)
             self._measure("cast", exact, native, block)
             if recorded in HALF:
                 # What the recording has lost is no error of an exact copy.
                 self._measure("low", exact, native, block)
+
+    def _trace(self, block: SampleBlock) -> None:
+        """Find the operations that make the surest faults."""
+        pairs = {pair.reference.label: pair for pair in self._equal}
+        for fault in self._judged()[1][:_TRACED]:
+            layer, partner, _ = pairs[fault.layer.label]
+            if isinstance(self._reference, NetworkSide) and layer.label not in self._operations:
+                own = self._steps(block, self._reference, self._exactly_cast, layer)
+                other = self._steps(block, self._candidate, self._exactly, partner)
+                first = first_operations(
+                    own, other, _differ_in_norm, received_same=True, is_forced=True
+                )
+                self._operations[layer.label] = first.own
+
+    def _steps(self, block: SampleBlock, side: NetworkSide, new: Convert, layer: Layer) -> Steps:
+        """Return what the own code of a layer does in an exact copy."""
+        kept = self._run_copy(block, side, new, self._exact, layer)
+        return [] if kept is None else kept[1]
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return rounded(tensor, self._of_candidate.get(id(tensor)), self._dtype)
@@ -184,41 +218,58 @@ class LocalComparison:
     def _exactly_cast(self, tensor: Tensor) -> Tensor:
         return self._cast(tensor).to(self._exact)
 
-    def _shifted(self, tensor: Tensor) -> Tensor:
+    def _exactly(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._exact)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
         return moved(tensor, self._of_reference.get(id(tensor)), self._exact)
 
-    def _run_copy(
-        self,
-        side: NetworkSide,
-        labels: Mapping[RowIdx, RowIdx],
-        block: SampleBlock,
-        new: Callable[[Tensor], Tensor],
-        dtype: torch.dtype,
+    def _made_by_copy(
+        self, block: SampleBlock, side: NetworkSide, new: Convert, dtype: torch.dtype
     ) -> _Made:
         """Return what a copy with other tensors makes; nothing if there can't be one."""
-
-        def run(twin: nn.Module) -> _Made:
-            convert(side.net, twin, new)
-            twins = dict(zip(side.net.modules(), twin.modules(), strict=True))
-            calls = {twins[module]: of for module, of in _call_labels(side, labels).items()}
-            forced = ForcedPass(calls, self._calls)
-            args, kwargs = map_tensors(lambda x: in_dtype(x, dtype), side.inputs_for(block))
-            is_exact = dtype is self._exact
-            with ExactMode(dtype) if is_exact else contextlib.nullcontext(), forced.around():
-                twin(*args, **kwargs)
-            return forced.made
-
         try:
-            made = None if is_sharded(side.net) else run_copy(side.net, run)
+            kept = self._run_copy(block, side, new, dtype)
         except (RuntimeError, TypeError) as error:
             if is_out_of_memory(error):
                 raise ComparisonError(_no_room(side, dtype)) from error
             # A device may lack the dtype.
             self._notes[f"the {side.what} can't be computed in {dtype_name(dtype)}: {error}"] = None
             return {}
-        if made is None:
+        if kept is None:
             self._notes[f"the {side.what} can't be copied"] = None
-        return made or {}
+        return {} if kept is None else kept[0]
+
+    def _run_copy(
+        self,
+        block: SampleBlock,
+        side: NetworkSide,
+        new: Convert,
+        dtype: torch.dtype,
+        layer: Layer | None = None,
+    ) -> tuple[_Made, Steps] | None:
+        """Return what a copy makes, and the steps of a layer's own code."""
+
+        def run(twin: nn.Module) -> tuple[_Made, Steps]:
+            convert(side.net, twin, new)
+            twins = dict(zip(side.net.modules(), twin.modules(), strict=True))
+            labels = self._labels if side is self._candidate else self._own_labels
+            calls = {twins[module]: of for module, of in _call_labels(side, labels).items()}
+            forced, steps = ForcedPass(calls, self._calls), list[Step]()
+            # Inputs such as caches are rounded as weights are.
+            given = map_tensors(partial(in_dtype, dtype=self._dtype), side.inputs_for(block))
+            args, kwargs = map_tensors(partial(in_dtype, dtype=dtype), given)
+            module = None if layer is None or layer.module is None else twins[layer.module]
+            with contextlib.ExitStack() as stack:
+                if dtype is self._exact:
+                    stack.enter_context(ExactMode(dtype))
+                if layer is not None and module is not None:
+                    steps = stack.enter_context(traced(twin, layer, module, all_calls=False))
+                stack.enter_context(forced.around(module))
+                twin(*args, **kwargs)
+            return forced.made, steps
+
+        return None if is_sharded(side.net) else run_copy(side.net, run)
 
     def _values(self, made: _Made) -> _Made:
         """Return what the reference made in the place of what a pass has made."""
@@ -233,16 +284,21 @@ class LocalComparison:
     def _measure(self, kind: Kind, own: _Made, other: _Made, block: SampleBlock) -> None:
         """Add how what one pass has made differs from what another one, or the reference, made."""
         slots = [slot for slot in other if slot in own]
-        pairs = [
-            _comparable(chosen(own[slot], block.received), chosen(other[slot], block.received))
-            for slot in slots
-        ]
+        both = [(self._real(own[x], block), self._real(other[x], block)) for x in slots]
+        pairs = [_comparable(*pair) for pair in both]
         for slot, figures in zip(slots, measure_all(pairs, Tolerance()), strict=True):
             self._figures[slot].setdefault(kind, Figures()).add(figures)
 
+    def _real(self, tensor: Tensor, block: SampleBlock) -> Tensor:
+        """Return a tensor without the positions of padding, of which networks make anything."""
+        real = self._is_real
+        if block.received is None and real is not None and tensor.shape[:2] == real.shape:
+            return tensor[real.to(tensor.device)]
+        return chosen(tensor, block.received)
+
     def result(self) -> LocalErrors:
         """Return the local errors of all layers."""
-        errors, faults = judged(self._equal, self._figures, self._handings, self._dtype)
+        errors, faults = self._judged()
         reasons: dict[RowIdx, str | None] = {x.reference.label: x.error for x in self._pairs}
         wanted = self._reference.recorded or self._reference.labels
         unjudged: dict[RowIdx, str] = {}
@@ -253,7 +309,13 @@ class LocalComparison:
         if not errors:
             said = "; ".join(dict.fromkeys(unjudged.values()))
             raise ComparisonError(f"no layer can be judged by its local error: {said}")
-        return LocalErrors(errors, tuple(faults), unjudged, [*self._notes])
+        named = [
+            replace(fault, operation=self._operations.get(fault.layer.label)) for fault in faults
+        ]
+        return LocalErrors(errors, tuple(named), unjudged, [*self._notes])
+
+    def _judged(self) -> tuple[dict[RowIdx, LocalFigures], list[Fault]]:
+        return judged(self._equal, self._figures, self._handings, self._dtype)
 
     @property
     def _nothing(self) -> str:
@@ -297,6 +359,25 @@ def _call_labels(side: NetworkSide, known: Mapping[RowIdx, RowIdx]) -> CallLabel
         module: [known.get(label) for label in side.architecture.calls(module)]
         for module in modules
     }
+
+
+def _differ_in_norm(own: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors differ by more than exact arithmetic explains."""
+    if own is None or other is None:
+        return True
+    pairs = paired_outputs(parts_of(own), parts_of(other))
+    if isinstance(pairs, str):
+        return True
+    measured = measure_all([_comparable(*pair) for pair in pairs], Tolerance())
+    return any(figures.relative_error > _EXACT for figures in measured)
+
+
+def _real_positions(mask: object) -> Tensor | None:
+    """Return where a mask of texts is not zero, if it is zero anywhere."""
+    is_mask = isinstance(mask, Tensor) and is_plain(mask) and mask.ndim == 2
+    if not is_mask or not isinstance(mask, Tensor) or bool((mask < 0).any() | (mask != 0).all()):
+        return None
+    return mask != 0
 
 
 def _comparable(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

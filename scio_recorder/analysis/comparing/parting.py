@@ -196,7 +196,9 @@ def _paused(mode: _TracingMode) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[Step]]:
+def traced(
+    net: nn.Module, layer: Layer, module: nn.Module, *, all_calls: bool
+) -> Iterator[list[Step]]:
     """Trace the own code of a layer inside the block, and have its steps at the end.
 
     Parameters
@@ -205,11 +207,12 @@ def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[St
         The network, which is called once in the block.
     layer : Layer
         The layer.
+    module : torch.nn.Module
+        Its module, which is that of a copy if the network is.
     all_calls : bool
         Trace all calls of its module, one after the other, and not only the layer's.
     """
-    module, local, steps = layer.module, RunningCode(), list[Step]()
-    assert module is not None
+    local, steps = RunningCode(), list[Step]()
     traced_calls = _TracedCalls(net, layer, local, is_one=all_calls)
     others = [one for one in net.modules() if one is not module and takes_hooks(one)]
     hook = OwnCodeHook(local)
@@ -230,6 +233,7 @@ def traced(net: nn.Module, layer: Layer, *, all_calls: bool) -> Iterator[list[St
 
 
 Steps: TypeAlias = Sequence[Step]
+Differ: TypeAlias = Callable[[Tensor | None, Tensor | None], bool]
 _Inputs: TypeAlias = tuple[StepInput | None, StepInput | None]
 
 
@@ -248,7 +252,7 @@ _UNSEEN = OperationPair(
 
 
 def first_operations(
-    own: Steps, other: Steps, tolerance: Tolerance, *, received_same: bool
+    own: Steps, other: Steps, differ: Differ, *, received_same: bool, is_forced: bool = False
 ) -> OperationPair:
     """Return the operations of two codes at which a difference begins, see NOTE.
 
@@ -256,10 +260,12 @@ def first_operations(
     ----------
     own, other : sequence of Step
         The reference's code and the candidate's.
-    tolerance : Tolerance
-        What counts as equal.
+    differ : callable
+        Whether two tensors differ, of which one may be None.
     received_same : bool
         Whether the inputs of the layers are equal.
+    is_forced : bool, default False
+        Whether modules that are called return the same in both codes, whatever they are given.
     """
     pairs = _aligned(own, other) if own and other else []
     # Both codes end with a return, which alone is nothing in common.
@@ -268,12 +274,14 @@ def first_operations(
     for at, to in pairs:
         outputs = zip_longest(own[at].made, other[to].made)
         is_end = at == len(own) - 1
-        if not is_end and not any(_differ(*one, tolerance) for one in outputs):
+        # What a module is given counts for the whole call.
+        looks_on = is_end or (is_forced and own[at].key[0] == _CALL)
+        if not looks_on and not any(differ(*one) for one in outputs):
             continue
         inputs = zip_longest(own[at].inputs, other[to].inputs)
-        unequal = [(a, b) for a, b in inputs if _differ(a and a.tensor, b and b.tensor, tolerance)]
+        unequal = [(a, b) for a, b in inputs if differ(a and a.tensor, b and b.tensor)]
         # At the end, nothing is made of what is given.
-        if not unequal and not is_end:
+        if not unequal and not looks_on:
             return _pair(own[at].row, other[to].row)
         if unequal and received_same:
             found = _parting(own, other, pairs, unequal)
@@ -339,8 +347,8 @@ def _row_at(code: Steps, start: int, end: int, other: Steps, there: int) -> Oper
     return near or next(iter(_rows(code[end:]) or _rows(code)[::-1]), None)
 
 
-def _differ(own: Tensor | None, other: Tensor | None, tolerance: Tolerance) -> bool:
-    """Whether two tensors differ; one without a partner does."""
+def differ_beyond(tolerance: Tolerance, own: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors differ beyond a tolerance; one without a partner does."""
     if own is None or other is None:
         return True
     pairs = paired_outputs(parts_of(own), parts_of(other))

@@ -225,7 +225,8 @@ class NetworkSide:
         """Run the network on a batch again, and return what the own code of a layer does."""
         what = "compared by operations"
         warn_of_other_kernels([layer], [layer.module], what, of_functions=True)
-        with traced(self.net, layer, all_calls=self.calls == "any") as steps:
+        assert layer.module is not None
+        with traced(self.net, layer, layer.module, all_calls=self.calls == "any") as steps:
             self._run(block, lambda args, kwargs: self.net(*args, **kwargs))
         return steps
 

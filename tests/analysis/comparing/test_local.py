@@ -245,6 +245,63 @@ def test_a_wrong_mask_is_the_fault_of_who_makes_it(offset: int) -> None:
     assert names(judged(net, port.bfloat16(), IDS)) == ([""] if offset == 2 else [])
 
 
+def test_padding_is_not_judged() -> None:
+    class Masked(nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.linear, self.by = nn.Linear(4, 4), by
+
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            made = self.linear(x)
+            return torch.where(attention_mask[..., None] == 0, made * self.by, made)
+
+    net, port = Masked(1.0), Masked(2.0)
+    port.load_state_dict(net.state_dict())
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    batch = {"x": torch.randn(2, 3, 4), "attention_mask": mask}
+    both = [Recorder(each, input_data=batch) for each in (net, port)]
+    assert compare(*both, [batch], local=True).faults == ()
+    other = copy.deepcopy(port)
+    other.linear.bias.data[1] += 0.1
+    both[1] = Recorder(other, input_data=batch)
+    assert names(compare(*both, [batch], local=True)) == ["linear"]
+
+
+def test_a_fault_outside_of_the_recorded_layers_is_one_of_the_root() -> None:
+    net = transformer()
+    both = [Recorder(each, input_data=IDS) for each in (net, copy.deepcopy(net))]
+    both[0].record("blocks.1.*", "head")
+    assert compare(*both, [IDS], local=True).faults == ()
+    other_scale(both[1].net)
+    assert names(compare(*both, [IDS], local=True)) == ["blocks.1.attention"]
+    both[1].net.blocks[1].attention.scaling = net.blocks[1].attention.scaling
+    both[1].net.blocks[0].attention.scaling *= 1.1
+    assert names(compare(*both, [IDS], local=True)) == [""]
+
+
+# -- lines -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plant", "line"),
+    [
+        (other_scale, "scores = query @ key.mT * self.scaling"),
+        (without_residual, "x = x + self.attention(self.norm(x), mask=mask)"),
+        (other_epsilon, ""),
+    ],
+)
+def test_the_line_of_a_fault(plant: Callable[[Any], str], line: str) -> None:
+    net = transformer()
+    port = copy.deepcopy(net)
+    name = plant(port)
+    fault = judged(net, port.bfloat16(), IDS, operations=True).faults[0]
+    assert fault.layer.name == name
+    operation = fault.operation
+    assert operation is not None
+    assert operation.layer is fault.layer
+    assert operation.source == line or (not line and operation.function == "layer_norm")
+
+
 # -- structures ------------------------------------------------------------------------------------
 
 
