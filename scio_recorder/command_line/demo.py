@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from scio_recorder import Recorder, Recording
 from scio_recorder.analysis.scores import mahalanobis
 from scio_recorder.command_line.command_words import print_line
+from scio_recorder.command_line.demo_page import Score, detection_page
 from scio_recorder.display.outline import Listing
+from scio_recorder.display.page import write_page
 from scio_recorder.lowlevel import needing
 from scio_recorder.reductions import Covariance
 from scio_recorder.tensors import one_thread
@@ -51,19 +53,10 @@ class Digits(NamedTuple):
     unknown: Split
 
 
-class Result(NamedTuple):
-    """The quality of one score, and the ``layer`` that it uses."""
-
-    score: str
-    layer: str
-    auroc: float
-    fpr_at_95_tpr: float
-
-
 @one_thread()
 def run_demo(
     console: Console, *, seed: int = 0, epochs: int = 15, folder: Path | None = None
-) -> list[Result]:
+) -> list[Score]:
     """Train a net on the digits 0 to 6 and see which scores notice the digits 7 to 9.
 
     Parameters
@@ -75,11 +68,11 @@ def run_demo(
     epochs : int, default 15
         Passes over the training images, at least 1.
     folder : Path, optional
-        Where to write a recording of the unknown digits and its page, and commands for these.
+        Where to write a page of the scores, and a recording of the unknown digits with its page.
 
     Returns
     -------
-    list of Result
+    list of Score
         The rows of the printed table.
 
     Raises
@@ -102,18 +95,23 @@ def run_demo(
     console.print(rnet)
     kept = f"{negative:.0%} of the recorded values are negative, as embed returned them.\n"
     print_line(console, f"\nAn in-place ReLU overwrites what embed returns; {kept}")
-    results = detect(rnet, digits)
-    console.print(_table(results, len(digits.test.labels), len(digits.unknown.labels)))
+    scores = detect(rnet, digits)
+    console.print(_table(scores))
     if folder is not None:
-        leave(rnet, digits.unknown, folder, console)
-    return results
+        leave(rnet, digits, scores, folder, console)
+    return scores
 
 
-def leave(rnet: Recorder, split: Split, folder: Path, console: Console) -> None:
-    """Write a recording of whole activations and its page, and say what to do next."""
+def leave(
+    rnet: Recorder, digits: Digits, scores: list[Score], folder: Path, console: Console
+) -> None:
+    """Write a recording of whole activations, its page and one of the scores; say what is next."""
     path = folder / "digits"
-    rnet.collect([split], store=f"disk:{path}", progress=False).report(f"{path}.html")
-    print_line(console, f"\nA page of what the layers return for unknown digits: {path}.html")
+    recording = rnet.collect([digits.unknown], store=f"disk:{path}", progress=False)
+    recording.report(folder / "layers.html", title="What the layers return for unknown digits")
+    images = digits.test.images, digits.unknown.images
+    write_page(f"{path}.html", [detection_page(scores, *images, len(digits.train.labels))])
+    print_line(console, f"\nA page on known and unknown digits: {path}.html")
     print_line(console, NEXT.format(path=path))
 
 
@@ -184,7 +182,7 @@ def _pooled(activation: Tensor, batch: Split) -> Tensor:
     return activation.flatten(2).mean(dim=2) if activation.dim() > 2 else activation
 
 
-def detect(rnet: Recorder, digits: Digits) -> list[Result]:
+def detect(rnet: Recorder, digits: Digits) -> list[Score]:
     """Score test images and unknown ones, by statistics of the training images alone."""
     # The mean of each class, and the covariance that all classes share.
     within = Covariance(by=lambda batch: batch.labels)
@@ -199,7 +197,9 @@ def detect(rnet: Recorder, digits: Digits) -> list[Result]:
         return {("energy", "logits"): energy(seen[LOGITS_LAYER]), **distances}
 
     known, unknown = scores_of(digits.test), scores_of(digits.unknown)
-    return [Result(*key, *quality(known[key], unknown[key])) for key in known]
+    return [
+        Score(*key, *quality(known[key], unknown[key]), known[key], unknown[key]) for key in known
+    ]
 
 
 def energy(logits: Tensor) -> Tensor:
@@ -224,7 +224,8 @@ def quality(known: Tensor, unknown: Tensor) -> tuple[float, float]:
     return float(metrics.roc_auc_score(labels, scores)), float(passed_unknown[at])
 
 
-def _table(results: list[Result], known: int, unknown: int) -> Listing:
-    title = f"{known} known test images against {unknown} of unknown digits"
-    rows = [[*row[:2], *(f"{figure:.3f}" for figure in row[2:])] for row in results]
+def _table(scores: list[Score]) -> Listing:
+    counts = len(scores[0].known), len(scores[0].unknown)
+    title = "{} known test images against {} of unknown digits".format(*counts)
+    rows = [[*row[:2], *(f"{figure:.3f}" for figure in row[2:4])] for row in scores]
     return Listing(title, ("score", "looks at"), ("AUROC", "FPR at 95 % TPR"), rows)

@@ -279,7 +279,8 @@ def test_demo_takes_its_options(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         assert main(["demo", "--epochs", "1", "--seed", "1", "--out", str(folder)]) == 0
         texts.append(capsys.readouterr().out.replace(str(folder), "FOLDER"))
         page = (folder / "digits.html").read_text(encoding="utf-8")
-        assert "embed" in page
+        assert "<h1>Known and unknown digits</h1>" in page
+        assert "embed" in (folder / "layers.html").read_text(encoding="utf-8")
         assert open_recording(folder / "digits", verify=True).num_samples == 533
     assert texts[0] == texts[1]
     assert "AUROC" in texts[0]

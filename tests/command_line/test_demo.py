@@ -19,7 +19,6 @@ from scio_recorder.command_line.demo import (
     FEATURE_LAYERS,
     LOGITS_LAYER,
     Digits,
-    Result,
     detect,
     digit_net,
     energy,
@@ -28,6 +27,7 @@ from scio_recorder.command_line.demo import (
     run_demo,
     train,
 )
+from scio_recorder.command_line.demo_page import Score, detection_page
 from scio_recorder.reductions.covariance import CovarianceResult
 
 
@@ -130,16 +130,16 @@ def test_detection_by_hand(digits: Digits, net: nn.Sequential) -> None:
         statistics = [within_classes(rows, digits.train.labels) for rows in reference]
         known, unknown = scored(digits.test.images), scored(digits.unknown.images)
     results = detect(recorder(net), digits)
-    assert [(row.score, row.layer) for row in results] == list(known)
+    assert [(row.name, row.layer) for row in results] == list(known)
     for row in results:
-        labels, values = truth(known[row.score, row.layer], unknown[row.score, row.layer])
+        labels, values = truth(known[row.name, row.layer], unknown[row.name, row.layer])
         fprs, tprs, _ = metrics.roc_curve(labels, values, drop_intermediate=False)
         # Float32 features differ in the last bits between the two orders of summing.
         assert row.auroc == pytest.approx(metrics.roc_auc_score(labels, values), abs=1e-4)
         assert row.fpr_at_95_tpr == pytest.approx(fprs[np.argmax(tprs >= 0.95)], abs=0.004)
 
 
-def run(**options: object) -> tuple[list[Result], str]:
+def run(**options: object) -> tuple[list[Score], str]:
     console = Console(file=io.StringIO(), width=100, **options)
     return run_demo(console, seed=3, epochs=2), console.file.getvalue()
 
@@ -148,9 +148,11 @@ def test_demo_prints_what_it_computes_and_repeats_itself() -> None:
     before = torch.get_rng_state()
     results, text = run()
     assert torch.equal(torch.get_rng_state(), before)
-    assert run() == (results, text)
+    again, same_text = run()
+    assert same_text == text
+    assert [row[:4] for row in again] == [row[:4] for row in results]
     for row in results:
-        cells = rf"{row.score} .*{row.layer} .*{row.auroc:.3f} .*{row.fpr_at_95_tpr:.3f}"
+        cells = rf"{row.name} .*{row.layer} .*{row.auroc:.3f} .*{row.fpr_at_95_tpr:.3f}"
         assert re.search(cells, text), cells
         # Two epochs are enough to be better than chance by far.
         assert 0.7 < row.auroc <= 1
@@ -162,4 +164,43 @@ def test_demo_prints_what_it_computes_and_repeats_itself() -> None:
 @pytest.mark.campaign
 def test_the_seed_decides() -> None:
     console = Console(file=io.StringIO(), width=100)
-    assert run_demo(console, seed=4, epochs=2) != run()[0]
+    scores = run_demo(console, seed=4, epochs=2)
+    assert [row[:4] for row in scores] != [row[:4] for row in run()[0]]
+
+
+def test_the_page_shows_the_scores_of_both_and_some_of_each() -> None:
+    generator = torch.Generator().manual_seed(0)
+    known = torch.randn(40, generator=generator, dtype=torch.float64) + 2
+    unknown = torch.randn(30, generator=generator, dtype=torch.float64)
+    images = torch.zeros(40, 1, 2, 3)
+    images[:, 0, 1, 2] = 0.5
+    scores = [
+        Score("distance", "body", 0.25, 0.5, known, unknown),
+        Score("energy", "logits", *quality(known, unknown), known, unknown),
+    ]
+    page = detection_page(scores, images, images[:30], 7)
+    assert "<title>Known and unknown digits</title>" in page
+    auroc = metrics.roc_auc_score(*truth(known, unknown))
+    assert f"{100 * auroc:.1f} of 100 pairs" in page
+    assert f"energy of logits: auroc {auroc:.3f}" in page.lower()
+    assert page.count('<rect x="2" y="1"') == len(re.findall('aria-label="A digit"', page))
+    # All that pass where 95 of 100 known ones do.
+    passing = (unknown >= known.sort().values[2]).sum().item()
+    assert len(re.findall('aria-label="A digit"', page)) == 12 + 12 + min(passing, 12)
+
+    values = np.concatenate([known.numpy(), unknown.numpy()])
+    low, high = np.quantile(values, 0.01), values.max()
+    figures = re.findall("<figure class=.*?</figure>", page, re.DOTALL)
+    assert len(figures) == 4
+    shares = [
+        np.histogram(np.maximum(kind, low), 32, (low, high))[0] / len(kind)
+        for kind in (known.numpy(), unknown.numpy())
+    ]
+    for figure, share in zip(figures, shares * 2, strict=True):
+        heights = [float(height) for height in re.findall(r'height="([^"]*)"', figure)]
+        np.testing.assert_allclose(heights, share / max(map(max, shares)) * 100, atol=1e-9)
+        line = float(re.search(r'<line x1="([^"]*)"', figure)[1])
+        threshold = known.sort().values[2].item()  # 38 of 40 are at least this
+        assert line == pytest.approx(float((threshold - low) / (high - low) * 100))
+        for place, text in re.findall(r'left: ([^"]*)%">([^<]*)<', figure):
+            assert float(text) == pytest.approx(low + float(place) / 100 * (high - low), abs=1e-6)
