@@ -758,12 +758,21 @@ def operations_made_by(call: Callable[..., Any]) -> contextlib.AbstractContextMa
 def _dispatch_mode() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    def run(mode: Any, *operation: Any) -> Any:
-        return mode.call(mode, *operation)
+    def run(mode: Any, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(operation, torch._ops.OpOverload):
+            return operation(*args, **kwargs or {})
+        return mode.call(mode, operation, types, args, kwargs)
 
     # Torch would wrap a mode with its own method in a function that imports the compiler. There is
     # one class, since each lives until garbage is collected, with all that it refers to.
-    return type("Mode", (type("Calling", (), {"__torch_dispatch__": run}), TorchDispatchMode), {})
+    # Functions that compile themselves, such as `flex_attention`, would fail under the mode, and
+    # ever after: the compiler remembers that it left them out.
+    names = {
+        "__torch_dispatch__": run,
+        "supports_higher_order_operators": True,
+        "ignore_compile_internals": classmethod(lambda cls: True),
+    }
+    return type("Mode", (type("Calling", (), names), TorchDispatchMode), {})
 
 
 class _Traced(Tensor):

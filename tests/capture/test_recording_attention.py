@@ -18,6 +18,7 @@ from scio_recorder.errors import (
     AttentionError,
     LayerNotFoundError,
     MutationError,
+    PostprocessorError,
     SelectorTypeError,
     UnsupportedNetError,
 )
@@ -249,6 +250,42 @@ def test_layers_without_attention_or_with_several() -> None:
             recorded(net, "h.1.attn")
     with pytest.raises(LayerNotFoundError, match="no layer of this network does"):
         recorded(nn.Sequential(nn.Linear(SIZE, SIZE)), "0")
+
+
+class InParts(nn.Module):
+    """Multiplies weights in two steps, of which no single product shows the weights of all keys."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.matrix = nn.Parameter(torch.randn(SIZE, SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (x @ x.mT).softmax(-1)
+        if self.kind == "first keys, then the others":
+            return weights[..., :2] @ x[:, :2] + weights[..., 2:] @ x[:, 2:]
+        if self.kind == "others first":
+            return weights[..., 2:] @ x[:, 2:] + weights[..., :2] @ x[:, :2]
+        if self.kind == "smoothed":
+            return (weights @ torch.eye(x.shape[1])).unsqueeze(1).squeeze(1) @ x
+        projected = (weights @ x).clone() @ self.matrix.T
+        return projected @ projected.mT if self.kind == "projected" else projected
+
+
+@pytest.mark.parametrize("kind", ["first keys, then the others", "others first", "smoothed"])
+def test_weights_that_no_single_product_shows(kind: str) -> None:
+    with pytest.raises(LayerNotFoundError, match=r"what is multiplied is not .*/softmax"):
+        recorded(nn.Sequential(InParts(kind)), "0")
+
+
+@pytest.mark.parametrize("kind", ["", "projected"])
+def test_products_behind_a_projection(kind: str) -> None:
+    rnet = recorded(nn.Sequential(InParts(kind)), "0")
+    x = torch.randn(2, 5, SIZE)
+    rnet(x)
+    scores = (x.double() @ x.double().mT).exp()
+    expected = (scores / scores.sum(-1, keepdim=True)).float()
+    torch.testing.assert_close(rnet.attention["0"].weights()[:, 0], expected)
 
 
 class WithModule(nn.Module):
@@ -513,6 +550,30 @@ def test_knockout_while_other_layers_are_changed() -> None:
     part: Any = nn.Module()
     part.h = [net.h[1]]
     torch.testing.assert_close(out, knocked(part, hidden, (slice(None), -1, [0, 2])))
+
+
+class WithSinks(nn.Module):
+    """Attention whose softmax has two more columns than there are keys, as gpt-oss has one."""
+
+    sinks = torch.tensor([0.3, -0.2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = torch.cat([x @ x.mT, self.sinks.expand(*x.shape[:-1], 2)], -1)
+        return scores.softmax(-1)[..., :-2] @ x
+
+
+def test_keys_of_a_knockout_are_counted_without_sinks() -> None:
+    x = torch.randn(2, 2, 5, 8)
+    rnet = Recorder(nn.Sequential(WithSinks()), input_data=x)
+    rnet.record("0", attention=True)
+    out = rnet(x, activation_postproc={"0": Knockout(queries=[1], keys=[-1, 2], heads=[1])})
+    scores = torch.cat([x @ x.mT, torch.tensor([0.3, -0.2]).expand(2, 2, 5, 2)], -1).double().exp()
+    scores[:, 1, 1, [4, 2]] = 0
+    weights = (scores / scores.sum(-1, keepdim=True))[..., :5]
+    torch.testing.assert_close(out, (weights @ x.double()).float())
+    torch.testing.assert_close(rnet.attention["0"].weights(), weights.float())
+    with pytest.raises(PostprocessorError, match=r"keys \[5\], and the call .* has 5 keys"):
+        rnet(x, activation_postproc={"0": Knockout(queries=[1], keys=[5])})
 
 
 def test_knockout_in_watch() -> None:

@@ -608,6 +608,9 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "scores of a window": lambda scores, value: torch.einsum(
         "bhqk,bhqkd->bhqd", scores.softmax(-1), value[:, :, None].expand(2, 3, 5, 5, 8)
     ),
+    "one batch of values for all": lambda scores, value: torch.einsum(
+        "...qk,...kd->...qd", scores.softmax(-1), value[0]
+    ),
     "padded": lambda scores, value: functional.pad(scores.softmax(-1), (0, 0, 0, 2)) @ value,
 }
 
@@ -615,7 +618,9 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_products_that_are_no_attention(name: str) -> None:
     query, key, value = drawn(2, 3, 5, 8)
-    with pytest.raises(AttentionError, match=r"multiplied|no product of weights|come out of"):
+    with pytest.raises(
+        AttentionError, match=r"multiplied|no product of weights|come out of|lacks dim"
+    ):
         eager(REFUSED[name], query @ key.mT, value)
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torchinfo
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torchinfo import torchinfo as engine
 
 from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedNetError
@@ -798,6 +798,25 @@ def test_a_net_that_fails_while_its_operations_are_followed():
 
     architecture = label_net(Net(forward, a=linear()), input_size=(2, 4))[1]
     assert [layer.name for layer in architecture.values() if layer.executed] == ["", "a"]
+
+
+@pytest.mark.campaign
+def test_a_function_that_compiles_itself_runs_after_labelling_as_before():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
+        pytest.skip("this version of torch compiles nothing while operations are followed")
+
+    def forward(net, x):
+        return net.a(flex.flex_attention(x, x, x))
+
+    torch.compiler.reset()
+    net, x = Net(forward, a=linear()), torch.randn(2, 3, 5, 4)
+    weights = (x.double() @ x.double().mT / 2).softmax(-1)
+    with torch.no_grad(), warnings.catch_warnings():
+        # It warns that it runs without a fused kernel.
+        warnings.simplefilter("ignore")
+        label_net(net, input_data=x)
+        torch.testing.assert_close(net(x), net.a((weights @ x.double()).float()))
 
 
 def test_a_shared_module_goes_by_its_first_name():

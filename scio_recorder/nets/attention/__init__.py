@@ -168,10 +168,14 @@ def _completing(architecture: Architecture, label: DepthIdx) -> list[Operation]:
     completing = [row for row in rows if row.attention is not None]
     # What one softmax returned may be multiplied with several things: the first are the values.
     by_first: dict[OperationIdx, Operation] = {}
-    for row in sorted(completing, key=lambda row: bool(row.attention.refusal)):
+    for row in sorted(completing, key=_rank):
         by_first.setdefault(row.attention.first, row)
     kernels = [row for row in completing if row.attention.first == row.label]
     return kernels or [*by_first.values()]
+
+
+def _rank(row: Operation) -> tuple[bool, bool]:
+    return not row.attention.refuses_all, bool(row.attention.refusal)
 
 
 def _explain(architecture: Architecture, label: DepthIdx, rows: Sequence[Operation]) -> str:

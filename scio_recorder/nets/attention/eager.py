@@ -7,8 +7,10 @@ softmax returns is followed through the code: through functions that change its 
 its memory, drop some of it, or multiply it with a mask. What comes out of these is weights still.
 What comes out of any other function is not, and where it is multiplied, the attention is refused.
 What is multiplied with weights must not come out of a softmax itself, or out of a product of two
-tensors that are no parameters, as in linear attention: it has features in place of keys. A write
-into a view is seen by the version of the tensor.
+tensors that are no parameters, as in linear attention: it has features in place of keys. Where
+other keys of the same weights are multiplied as well, or what the product returned is multiplied
+again before it meets a parameter, nothing shows the weights of all values, and all is refused. A
+write into a view is seen by the version of the tensor.
 """
 
 from __future__ import annotations
@@ -57,12 +59,15 @@ class Layout(NamedTuple):
     weights, value, output : tuple of int
         The order in which their dimensions are [batch, heads, positions, ...]; empty if they are,
         or may be folded to [batch * heads, positions, ...].
+    num_left_out : int
+        How many of the last keys have weights and no values, as sinks have.
     """
 
     place: int = 0
     weights: tuple[int, ...] = ()
     value: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
+    num_left_out: int = 0
 
     @classmethod
     def of(cls, equation: str, place: int, num_dims: int) -> Self | None:
@@ -70,8 +75,8 @@ class Layout(NamedTuple):
 
         Examples
         --------
-        >>> Layout.of("bqhk,bkhd->bqhd", 0, 4)
-        Layout(place=0, weights=(0, 2, 1, 3), value=(0, 2, 1, 3), output=(0, 2, 1, 3))
+        >>> Layout.of("bqhk,bkhd->bqhd", 0, 4)[:4]
+        (0, (0, 2, 1, 3), (0, 2, 1, 3), (0, 2, 1, 3))
         """
         received, arrow, output = equation.replace(" ", "").partition("->")
         operands = received.split(",")
@@ -94,20 +99,25 @@ class Layout(NamedTuple):
         has_all = all(sorted(names) == sorted(order) for names, order in orders)
         if not has_all or len(queries) != 1 or len(features) != 1:
             return None
-        return cls(place, *(tuple(map(names.index, order)) for names, order in orders))
+        first, second, third = (tuple(map(names.index, order)) for names, order in orders)
+        return cls(place, first, second, third)
 
 
 class _Traced(NamedTuple):
     """A tensor that was computed from what a softmax returned.
 
-    ``softmax`` is None behind a product, also one of other tensors than parameters.
+    ``softmax`` is None behind a product with a parameter, or one of other tensors than weights.
     """
 
-    tensor: weakref.ref[Tensor]
+    tensor: Callable[[], Tensor | None]
     version: Any
     code: object
     softmax: SeenOperation | None
     is_weights: bool
+    is_product: bool
+
+
+_UNTRACED = _Traced(lambda: None, None, None, None, False, False)
 
 
 class Eager(AttentionKind):
@@ -157,7 +167,8 @@ class Eager(AttentionKind):
         if scores is None:
             raise AttentionError(f"{self.function} is not over the last dimension of scores")
         ordered = _ordered(scores, layout.weights, ())
-        changed = take_out(ordered, ordered.shape[:-2])
+        keys, left_out = ordered.tensor_split([ordered.shape[-1] - layout.num_left_out], -1)
+        changed = torch.cat([take_out(keys, ordered.shape[:-2]), left_out], -1)
         if layout.weights:
             changed = changed.permute(*map(layout.weights.index, range(changed.dim())))
         if inputs.args:
@@ -196,19 +207,21 @@ class _Follower:
             return None
         received = _tensors_of(operation.inputs)
         traced = [known for known in map(self._find, received) if known is not None]
-        if function in _PRODUCTS and (traced or not any(map(_is_parameter, received))):
-            completed = self._completed(operation, received)
-            self._trace(operation, code, None, False)
-            return completed
-        if not traced:
+        has_parameter = any(map(_is_parameter, received))
+        is_product = function in _PRODUCTS
+        if not traced and (has_parameter or not is_product):
             return None
-        first = next((known for known in traced if known.softmax is not None), traced[0])
+        first = max(traced, key=lambda known: known.softmax is not None, default=_UNTRACED)
+        softmax = None if first.is_product and has_parameter else first.softmax
+        if is_product:
+            completed = self._completed(operation, received, has_parameter)
+            self._trace(operation, code, softmax, is_product=True)
+            return completed
         is_kept = function in _KEEP_WEIGHTS or (
             function in _SLICES and _begins(operation.output, received[0])
         )
-        self._trace(
-            operation, first.code, first.softmax, is_kept and len(traced) == 1 and first.is_weights
-        )
+        is_weights = is_kept and len(traced) == 1 and first.is_weights
+        self._trace(operation, first.code, softmax, is_weights, first.is_product)
         return None
 
     def _find(self, tensor: Tensor) -> _Traced | None:
@@ -223,10 +236,11 @@ class _Follower:
         operation: SeenOperation,
         code: object,
         softmax: SeenOperation | None,
-        is_weights: bool,
+        is_weights: bool = False,
+        is_product: bool = False,
     ) -> None:
         for tensor in tensors(operation.output):
-            state = version_of(tensor), code, softmax, is_weights
+            state = version_of(tensor), code, softmax, is_weights, is_product
             self._traced[id(tensor)] = _Traced(weakref.ref(tensor), *state)
 
     def _forget_dead(self) -> None:
@@ -234,7 +248,7 @@ class _Follower:
         self._traced = {key: traced for key, traced in alive if traced.tensor() is not None}
 
     def _completed(
-        self, operation: SeenOperation, received: Sequence[Tensor]
+        self, operation: SeenOperation, received: Sequence[Tensor], has_parameter: bool
     ) -> SeenAttention | None:
         """Return the attention that a product completes, or why it is none that can be read."""
         traced = [
@@ -243,12 +257,15 @@ class _Follower:
             if (known := self._find(tensor)) and known.code is operation.code
         ]
         place, weights = next(((at, known) for at, known in traced if known.softmax), (0, None))
-        if weights is None or weights.softmax is None:
+        if weights is None or weights.softmax is None or (weights.is_product and has_parameter):
             return None
         seen = SeenAttention(self._kind, weights.softmax, operation)
+        softmax = weights.softmax.output
+        num_left_out = softmax.shape[-1] - received[place].shape[-1]
         if not weights.is_weights:
             return seen._replace(
-                refusal=f"what is multiplied is not what {self._kind.function} returned"
+                refusal=f"what is multiplied is not what {self._kind.function} returned",
+                refuses_all=weights.is_product or num_left_out > 0,
             )
         if len(traced) > 1:
             return seen._replace(refusal="the values come out of a product, or a softmax")
@@ -256,12 +273,12 @@ class _Follower:
         if layout is None:
             return seen._replace(refusal="this is no product of weights with values")
         try:
-            parts = weights.softmax.output, operation.inputs, operation.output
+            parts = softmax, operation.inputs, operation.output
             attention = self._kind.attention(layout, parts)
         except AttentionError as error:
             return seen._replace(refusal=str(error))
-        sizes = attention.sizes if weights.softmax.output.dim() > 3 else ()
-        return seen._replace(layout=layout, sizes=sizes)
+        sizes = attention.sizes if softmax.dim() > 3 else ()
+        return seen._replace(layout=layout._replace(num_left_out=num_left_out), sizes=sizes)
 
 
 class EagerAttention(Attention):
@@ -317,6 +334,8 @@ def _begins(output: Any, tensor: Tensor) -> bool:
 
 def _ordered(tensor: Tensor, order: Sequence[int], leading: Sequence[int]) -> Tensor:
     """Return a tensor as [batch, heads, positions, ...], which may be folded at its beginning."""
+    if order and len(order) != tensor.dim():
+        raise AttentionError("an operand of its product lacks dimensions, which are broadcast")
     if order:
         return tensor.permute(*order)
     is_folded = tensor.dim() == 3 and leading and len(tensor) == math.prod(leading)

@@ -324,6 +324,8 @@ class SeenAttention(NamedTuple):
         another order; empty if there is only one order.
     refusal : str
         Why the attention can be neither read nor changed; empty if it can.
+    refuses_all : bool
+        Whether this holds for the first operation, whatever else its output is multiplied with.
     """
 
     kind: AttentionKind
@@ -332,6 +334,7 @@ class SeenAttention(NamedTuple):
     layout: Any = None
     sizes: tuple[int, ...] = ()
     refusal: str = ""
+    refuses_all: bool = False
 
 
 class AttentionKind(ABC):

@@ -264,7 +264,8 @@ def _label(
     # Gradients cost memory, so they are off, unless the net itself differentiates something.
     has_hooks = any(any(private.forward_hooks(module)) for module in net.modules())
     hook_choices = (False, True) if has_hooks and not in_step else (False,)
-    # Functions that compile themselves, such as `flex_attention`, fail while they are followed.
+    # Functions that compile themselves, such as `flex_attention`, fail while they are followed, on
+    # older versions of torch.
     follow_choices = (is_followed,) if in_step else dict.fromkeys((is_followed, False))
     choices = itertools.product(follow_choices, hook_choices, (False, True))
     for follow, keep_hooks, grad in choices:
