@@ -215,8 +215,9 @@ class BatchRows:
             return [values[sample] for sample in self.columns["sample"].tolist()]
         else:
             raise CollectError(
-                f"by= returned labels of shape {shape} for a batch of {self.num_samples} samples: "
-                f"return {self.shape[0]} labels, one for each line, or labels of shape {self.shape}"
+                f"by= or ids= returned labels of shape {shape} for a batch of {self.num_samples} "
+                f"samples: return {self.shape[0]} labels, one for each line, or labels of shape "
+                f"{self.shape}"
             )
         return of_lines if self.index is None else [of_lines[line] for line in self.index.tolist()]
 

@@ -21,6 +21,7 @@ from scio_recorder.reductions.plain import (
     Moments,
     MomentsResult,
 )
+from scio_recorder.reductions.top_k import TopK, TopKResult
 
 __all__ = [
     "Alive",
@@ -40,4 +41,6 @@ __all__ = [
     "PrincipalSpace",
     "Quantiles",
     "Reduction",
+    "TopK",
+    "TopKResult",
 ]

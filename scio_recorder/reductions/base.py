@@ -25,6 +25,8 @@ from scio_recorder.tensors.structures import map_tensors
 _T = TypeVar("_T")
 Label: TypeAlias = int | float | str
 By: TypeAlias = Callable[[Any], Any]
+# Reads one label for each sample of a batch: (function of the batch, its name) -> labels.
+Read: TypeAlias = Callable[[By, str], "Labels"]
 
 
 class Reduction(abc.ABC):
@@ -221,6 +223,8 @@ class Labels:
         The number of samples, for messages.
     to_rows : callable, optional
         Converts what it returned to the labels of the samples, if these are something else.
+    name : str, default "by="
+        The argument that gave the function, for messages.
 
     Examples
     --------
@@ -229,33 +233,37 @@ class Labels:
     {'a': tensor([0, 2]), 'b': tensor([1])}
     """
 
-    def __init__(self, by: By, batch: object, count: int, to_rows: By | None = None) -> None:
+    def __init__(
+        self, by: By, batch: object, count: int, to_rows: By | None = None, name: str = "by="
+    ) -> None:
+        self._name = name
         if batch is None:
             raise CollectError(
-                "A reduction with by= needs the batch to read labels from; write "
+                f"A reduction with {name} needs the batch to read labels from; write "
                 "update(activation, batch)."
             )
         try:
             result = by(batch)
         except Exception as error:
-            raise_of_caller("by=", error)
+            raise_of_caller(name, error)
         # Tensors and NumPy arrays convert as a whole much faster than element by element.
         values = result.tolist() if hasattr(result, "tolist") else result
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise CollectError(
-                f"by= returned {type(result).__name__}, which is not a sequence of labels; return "
-                f"one label for each of {counted(count, 'sample')}."
+                f"{name} returned {type(result).__name__}, which is not a sequence of labels; "
+                f"return one label for each of {counted(count, 'sample')}."
             )
         values = values if to_rows is None else to_rows(values)
         # Converted to plain values.
-        self.each = [_plain(value) for value in values]
+        self.each = [self._plain(value) for value in values]
         self._places: dict[torch.device, dict[Label, Tensor]] = {}
+        self._numbers: dict[torch.device, Tensor] = {}
 
     def check(self, count: int) -> None:
         """Refuse another number of samples."""
         if len(self.each) != count:
             raise CollectError(
-                f"by= returned {counted(len(self.each), 'label')} for an activation of "
+                f"{self._name} returned {counted(len(self.each), 'label')} for an activation of "
                 f"{counted(count, 'sample')}; return one label for each sample (dimension 0)."
             )
 
@@ -271,18 +279,31 @@ class Labels:
             self._places[device] = dict(zip(places, parts, strict=True))
         return self._places[device]
 
+    def numbers(self, device: torch.device) -> Tensor:
+        """Return labels that are whole numbers, [batch], int64, on a device."""
+        if device not in self._numbers:
+            others = [
+                label for label in self.each if type(label) is not int or label.bit_length() > 63
+            ]
+            if others:
+                raise CollectError(
+                    f"{self._name} returned {others[0]!r}; give whole numbers, such as the place "
+                    "of each sample in the dataset."
+                )
+            self._numbers[device] = torch.tensor(self.each, dtype=torch.int64, device=device)
+        return self._numbers[device]
 
-def _plain(value: Any) -> Label:
-    item = value.item() if hasattr(value, "item") else value
-    for kind in (bool, int, float, str):
-        # Subclasses (numpy.str_, IntEnum) become the plain type; nan can't be a key, since it is
-        # unequal to itself.
-        if isinstance(item, kind) and item == item:
-            return kind(item)
-    raise CollectError(
-        f"by= returned the label {value!r}; labels must be numbers (not nan) or strings, "
-        "one for each sample."
-    )
+    def _plain(self, value: Any) -> Label:
+        item = value.item() if hasattr(value, "item") else value
+        for kind in (bool, int, float, str):
+            # Subclasses (numpy.str_, IntEnum) become the plain type; nan can't be a key, since it
+            # is unequal to itself.
+            if isinstance(item, kind) and item == item:
+                return kind(item)
+        raise CollectError(
+            f"{self._name} returned the label {value!r}; labels must be numbers (not nan) or "
+            "strings, one for each sample."
+        )
 
 
 def in_order(labels: Iterable[Label]) -> list[Label]:
@@ -358,6 +379,9 @@ class SampleReduction(Reduction):
     def _result(self) -> Any:
         """Return the result, which must not alias the state."""
 
+    def _read(self, read: Read, device: torch.device) -> None:
+        """Read what `_add` needs of the batch besides the activation."""
+
     def _add_waiting(self) -> None:
         """Add buffered data to the state; called before the state is read."""
 
@@ -402,21 +426,16 @@ class SampleReduction(Reduction):
         self._check(activation)
         with undisturbed(activation.device.type):
             samples = with_float64(without_lazy_sign(gathered(activation))).detach()
-            labels = None
-            if self._by is not None:
-                known = {} if known is None else known
-                if id(self._by) not in known:
-                    known[id(self._by)] = Labels(self._by, batch, len(samples), to_rows)
-                labels = known[id(self._by)]
-                labels.check(len(samples))
-            if self._is_empty(samples):
-                return
-            self._accept(samples)
-            if labels is None:
-                self._add(samples)
-            else:
-                self._add_labelled(samples, labels)
-            self._count += len(samples)
+            known = {} if known is None else known
+
+            def read(function: By, name: str) -> Labels:
+                if id(function) not in known:
+                    known[id(function)] = Labels(function, batch, len(samples), to_rows, name)
+                known[id(function)].check(len(samples))
+                return known[id(function)]
+
+            self._read(read, samples.device)
+            self._add_samples(samples, None if self._by is None else read(self._by, "by="))
 
     def merge(self, other: Self) -> None:
         """Add, in place, the data of another reduction of the same construction."""
@@ -614,6 +633,16 @@ class SampleReduction(Reduction):
             member._by = None
             self._members[label] = member
         return self._members[label]
+
+    def _add_samples(self, samples: Tensor, labels: Labels | None = None) -> None:
+        if self._is_empty(samples):
+            return
+        self._accept(samples)
+        if labels is None:
+            self._add(samples)
+        else:
+            self._add_labelled(samples, labels)
+        self._count += len(samples)
 
     def _add_labelled(self, samples: Tensor, labels: Labels) -> None:
         for label, places in labels.places(samples.device).items():

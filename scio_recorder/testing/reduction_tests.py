@@ -72,6 +72,8 @@ class ReductionTests:
     def make(self, **options: Any) -> Reduction:
         """Return an empty reduction; ``by`` is the only option that tests give.
 
+        Functions of a batch may read its "ids", whole numbers that are those of all samples.
+
         Parameters
         ----------
         **options : any
@@ -133,7 +135,7 @@ class ReductionTests:
         """The result has the right values and the right dtype."""
         for dtype in self.dtypes:
             samples, reduction = self.samples(dtype), self.make()
-            reduction.update(samples)
+            reduction.update(samples, _batch())
             self._assert_result(reduction, samples, f"result for {dtype}")
 
     def test_merging_in_any_order(self) -> None:
@@ -158,7 +160,7 @@ class ReductionTests:
         for options in self._options():
             reduction, samples = self._reduced(**options), self.samples()
             before = copy.deepcopy(reduction.compute())
-            reduction.update(samples[:0], {"labels": []})
+            reduction.update(samples[:0], _batch(0, 0))
             if self.can_merge:
                 reduction.merge(self.make(**options))
             assert_same(reduction.compute(), before, "result after nothing")
@@ -168,7 +170,7 @@ class ReductionTests:
         for options, dtype in itertools.product(self._options(), self.dtypes):
             reduction, samples = self.make(**options), self.samples(dtype)
             activation = samples.clone()
-            reduction.update(activation, {"labels": _some_labels()})
+            reduction.update(activation, _batch())
             assert_same(activation, samples, f"what was given, {dtype}")
             expected = copy.deepcopy(reduction.compute())
             activation.zero_()
@@ -185,7 +187,7 @@ class ReductionTests:
                 other = self._begun(**options)
                 before = copy.deepcopy(other.compute())
                 reduction.merge(other)
-                reduction.update(self.samples(), {"labels": _some_labels()})
+                reduction.update(self.samples(), _batch())
                 assert_same(other.compute(), before, "result of the other side of a merge")
 
     def test_reset_and_fresh_begin_anew(self) -> None:
@@ -239,7 +241,7 @@ class ReductionTests:
         # By class, it holds a state of each; here are two classes.
         options = self._options()[-1]
         good = self.make(**options)
-        good.update(self.samples()[:2], {"labels": _some_labels()[:2]})
+        good.update(self.samples()[:2], _batch(0, 2))
         state, num_refused = good.state_dict(), 0
         for path, value in _places(state):
             for other in _replacements(value):
@@ -255,8 +257,8 @@ class ReductionTests:
         expected, reduction, samples = self._reduced().compute(), self.make(), self.samples()
         half = _COUNT // 2
         with torch.inference_mode():
-            reduction.update(samples[:half] + 0)
-        reduction.update(samples[half:].clone().requires_grad_() + 0)
+            reduction.update(samples[:half] + 0, _batch(0, half))
+        reduction.update(samples[half:].clone().requires_grad_() + 0, _batch(half))
         with torch.inference_mode():
             result = reduction.compute()
             reduction.state_dict()
@@ -267,7 +269,7 @@ class ReductionTests:
         """``collect`` gives the result, also if it goes on from a state on disk."""
         samples, labels = self.samples(), _some_labels()
         loader = [
-            {"input": samples[start : start + 5], "labels": labels[start : start + 5]}
+            {"input": samples[start : start + 5], **_batch(start, start + 5)}
             for start in range(0, _COUNT, 5)
         ]
         rnet = Recorder(nn.Identity(), input_data=samples[:2], verbose=0)
@@ -294,9 +296,9 @@ class ReductionTests:
         assert_same(reduction.compute(), self.expected(samples), where, self.tolerance)
 
     def _update(self, reduction: Reduction) -> None:
-        samples, labels, half = self.samples(), _some_labels(), _COUNT // 2
-        reduction.update(samples[:half], {"labels": labels[:half]})
-        reduction.update(samples[half:], {"labels": labels[half:]})
+        samples, half = self.samples(), _COUNT // 2
+        reduction.update(samples[:half], _batch(0, half))
+        reduction.update(samples[half:], _batch(half))
 
     def _reduced(self, **options: Any) -> Reduction:
         reduction = self.make(**options)
@@ -306,18 +308,18 @@ class ReductionTests:
     def _begun(self, **options: Any) -> Reduction:
         """Return a reduction of the first samples only."""
         reduction = self.make(**options)
-        reduction.update(self.samples()[:5], {"labels": _some_labels()[:5]})
+        reduction.update(self.samples()[:5], _batch(0, 5))
         return reduction
 
     def _in_parts(self, make: Callable[[], Reduction], samples: Tensor, seed: int) -> Reduction:
         """Reduce samples in up to nine batches by up to four reductions, and merge these."""
-        chance, labels = random.Random(seed), _some_labels()
+        chance = random.Random(seed)
         edges = [0, *sorted(chance.randint(0, _COUNT) for _ in range(8)), _COUNT]
         reductions = [make() for _ in range(chance.randint(1, 4) if self.can_merge else 1)]
         owners = [chance.randrange(len(reductions)) for _ in edges[1:]]
         owners = sorted(owners) if self.is_ordered else owners
         for start, end, owner in zip(edges, edges[1:], owners, strict=False):
-            reductions[owner].update(samples[start:end], {"labels": labels[start:end]})
+            reductions[owner].update(samples[start:end], _batch(start, end))
         while len(reductions) > 1:
             first = 0 if self.is_ordered else chance.randrange(len(reductions) - 1)
             second = 1 if self.is_ordered else chance.randrange(first + 1, len(reductions))
@@ -347,6 +349,10 @@ def _labels(batch: Any) -> Any:
 
 def _some_labels() -> list[str]:
     return [("cat", "dog", "eel")[index * index % 7 % 3] for index in range(_COUNT)]
+
+
+def _batch(start: int = 0, end: int | None = None) -> dict[str, Any]:
+    return {"labels": _some_labels()[start:end], "ids": list(range(_COUNT))[start:end]}
 
 
 def _zero(value: Any) -> None:

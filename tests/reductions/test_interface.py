@@ -33,6 +33,8 @@ from scio_recorder.reductions import (
     MomentsResult,
     Quantiles,
     Reduction,
+    TopK,
+    TopKResult,
 )
 from scio_recorder.testing import ReductionTests
 from scio_recorder.testing.undisturbed import assert_same
@@ -47,6 +49,10 @@ def by(batch: Any) -> Any:
     return batch
 
 
+def ids(batch: Any) -> Any:
+    return batch["ids"] if isinstance(batch, dict) else range(len(batch))
+
+
 class OurReductionTests(ReductionTests):
     kind: Callable[..., Reduction]
     arguments: tuple[Any, ...] = ()
@@ -55,7 +61,8 @@ class OurReductionTests(ReductionTests):
         return self.kind(*self.arguments, **options)
 
     def others(self) -> list[Reduction]:
-        return [*super().others(), Histogram(6), Covariance(2), Quantiles(0.5, 2)]
+        others = [Histogram(6), Covariance(2), Quantiles(0.5, 2), TopK(4, ids)]
+        return [*super().others(), *others]
 
     def test_a_recipe_makes_what_reads_the_state(self) -> None:
         for options in self._options():
@@ -71,7 +78,7 @@ class OurReductionTests(ReductionTests):
             restored.load_state_dict(reduction.state_dict())
             other = self.make(**options)
             reduction.merge(other)
-            other.update(self.samples()[:0], {"labels": []})
+            other.update(self.samples()[:0], {"labels": [], "ids": []})
             for each in (reduction, restored, other):
                 with pytest.raises(RecorderError, match=r"no samples yet; call update"):
                     each.compute()
@@ -214,6 +221,37 @@ class TestQuantilesOfChannels(TestQuantiles):
         q = torch.tensor([0.1, 0.6], dtype=torch.float64)
         values = samples.double().movedim(1, -1).flatten(0, 1)
         return values.quantile(q, dim=0).to(floats_for(samples.dtype))
+
+
+class TestTopK(OurReductionTests):
+    kind, tolerance, arguments = TopK, 0.0, (3, ids)
+
+    def units(self, samples: Tensor) -> Any:
+        return samples.double().flatten(1).T.numpy()
+
+    def expected(self, samples: Tensor) -> Any:
+        return self.largest(samples, np.arange(len(samples)))
+
+    def largest(self, samples: Tensor, numbers: Any) -> TopKResult:
+        """Sort everything by value, number and position."""
+        units = self.units(samples)
+        num_positions = units.shape[1] // len(samples)
+        numbers = numbers.repeat(num_positions)
+        positions = np.tile(np.arange(num_positions), len(samples))
+        order = np.array([np.lexsort((positions, numbers, -unit))[:3] for unit in units])
+        values = torch.tensor(np.take_along_axis(units, order, 1)).to(floats_for(samples.dtype))
+        return TopKResult(values, torch.tensor(numbers[order]), torch.tensor(positions[order]))
+
+    def expected_by_class(self, samples: Tensor, labels: list[str]) -> Any:
+        places = {label: np.flatnonzero(np.array(labels) == label) for label in sorted({*labels})}
+        return {label: self.largest(samples[where], where) for label, where in places.items()}
+
+
+class TestTopKOfChannels(TestTopK):
+    arguments = (3, ids, 1)
+
+    def units(self, samples: Tensor) -> Any:
+        return samples.double().movedim(1, 0).flatten(1).numpy()
 
 
 class TestDigest(OurReductionTests):
@@ -369,8 +407,8 @@ def test_samples_without_values(make: Any, dim: int | None, shape: tuple[int, ..
 def test_a_sign_that_is_not_applied_yet(make: Any, dtype: torch.dtype) -> None:
     data = DATA.to(dtype)
     later, now = make(), make()
-    later.update(torch._neg_view(data))
-    now.update(-data)
+    later.update(torch._neg_view(data), LABELS)
+    now.update(-data, LABELS)
     assert_same(later.compute(), now.compute())
 
 

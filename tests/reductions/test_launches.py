@@ -29,6 +29,7 @@ from scio_recorder.reductions import (
     Moments,
     Quantiles,
     Reduction,
+    TopK,
 )
 
 # They return a value to Python.
@@ -60,14 +61,22 @@ IDLE = {
         *("slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view"),
         *("empty", "empty_like", "empty_strided", "new_empty", "new_ones", "ones", "zeros"),
         *("zeros_like", "_to_copy", "clone", "contiguous", "item", "lift_fresh", "result_type"),
-        *("promote_types", "resize_", "to"),
+        *("promote_types", "resize_", "to", "argsort"),
     )
 }
+
+
+def ids(batch: Any) -> range:
+    return range(len(batch))
+
+
 BUDGETS: list[tuple[Callable[[], Reduction], int]] = [
     (Mean, 4),
     (Moments, 10),
     (Covariance, 12),
     (partial(Histogram, 32, (-4.0, 4.0)), 14),
+    (partial(TopK, 9, ids), 50),
+    (partial(TopK, 9, ids, -1), 50),
 ]
 
 
@@ -99,9 +108,10 @@ def test_launches_for_each_batch(
     make: Callable[[], Reduction], budget: int, dtype: torch.dtype
 ) -> None:
     reduction, batches = make(), [torch.randn(512, 64).to(dtype) for _ in range(17)]
-    assert counts(operations(partial(reduction.update, batches[0])))[1] == 0
+    assert counts(operations(partial(reduction.update, batches[0], batches[0])))[1] == 0
     # So many that a block of a covariance is full.
-    launches, waits = counts(operations(lambda: [*map(reduction.update, batches[1:])]))
+    others = batches[1:]
+    launches, waits = counts(operations(lambda: [*map(reduction.update, others, others)]))
     assert launches <= 16 * budget
     assert waits == 0
 
@@ -122,6 +132,7 @@ OTHERS: dict[str, Callable[[], Reduction]] = {
     "Quantiles of features": lambda: Quantiles([0.5], -1),
     "Moments by class": lambda: Moments(by=by),
     "Covariance by class": lambda: Covariance(by=by),
+    "Top k by class": lambda: TopK(9, ids, by=by),
     "Histogram by class": lambda: Histogram(9, (-4.0, 4.0), by=by),
 }
 
