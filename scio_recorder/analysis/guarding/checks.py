@@ -165,8 +165,6 @@ class PassOfThread(threading.local):
         # How many calls of each module have returned.
         self.counts: dict[str, int] = {}
         self.flags = PassFlags()
-        # What was found in a pass that an error has ended.
-        self.late: Origin | None = None
 
 
 class LossScaling:
@@ -292,12 +290,15 @@ class Checks:
 
     def late(self) -> Origin | None:
         """Return what was found in passes that errors have ended, and nobody was told of."""
-        origin, self.local.late = self.local.late, None
         failed = [task for task, flags in list(self._backward.items()) if flags.end() is None]
-        for task in failed:
+        ended = [self._backward.pop(task) for task in failed]
+        if self.local.flags.task == -1:
+            ended.insert(0, self.local.flags)
+        origin = None
+        for flags in ended:
             # The device may be what has failed.
             with contextlib.suppress(RuntimeError):
-                origin = origin or self.finish(self._backward.pop(task))
+                origin = origin or self.finish(flags)
         return origin
 
     def end_backward(self, task: int) -> None:

@@ -25,7 +25,6 @@ from scio_recorder.tensors import has_memory, is_dense, private, tensors, versio
 KINDS = ("nan", "inf")
 _FINITE: frozenset[str] = frozenset()
 _PLAIN = (Tensor, torch.nn.Parameter)
-_STRIDED = torch.strided
 _USUAL = frozenset([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 _WITHOUT_TENSORS = (str, int, float, type(None))
 # How much memory of what calls return is kept until a pass ends, so that it can be counted.
@@ -51,9 +50,9 @@ class Flag:
 
     __slots__ = ("kept", "kinds", "num_values", "reference", "version")
 
-    def __init__(self, tensor: Tensor, version: Any, num_values: int) -> None:
+    def __init__(self, tensor: Tensor, version: Any) -> None:
         self.kinds = _FINITE
-        self.num_values = num_values
+        self.num_values = 0
         self.kept: Tensor | None = None
         self.reference: Callable[[], Tensor | None] = weakref.ref(tensor)
         self.version = version
@@ -110,41 +109,42 @@ def kinds_made(given: frozenset[str], returned: frozenset[str]) -> frozenset[str
 
 def _parts_of(tensor: Tensor) -> Sequence[Tensor]:
     """Return the plain tensors with those values of a tensor that may not be finite."""
-    dtype = tensor.dtype
-    # What most tensors are is asked first, since every call asks.
-    is_usual = type(tensor) is Tensor and dtype in _USUAL and tensor.layout is _STRIDED
-    if is_usual and not tensor.is_nested and not tensor.is_meta:
-        return (tensor,) if tensor.numel() and has_memory(tensor) else ()
     if type(tensor) not in _PLAIN or not is_dense(tensor):
         parts = () if private.is_traced(tensor) else plain_parts(tensor.detach())
         return [inner for part in parts if type(part) in _PLAIN for inner in _parts_of(part)]
-    if not (dtype.is_floating_point or dtype.is_complex) or tensor.is_meta or not tensor.numel():
-        return ()
-    if not has_memory(tensor):
+    is_counted = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    if not is_counted or tensor.is_meta or not tensor.numel() or not has_memory(tensor):
         return ()
     # Float8 has no such operations.
-    return (tensor.float() if dtype.itemsize == 1 else tensor,)
+    return (tensor.float() if tensor.itemsize == 1 else tensor,)
 
 
-def _magnitudes_of(tensor: Tensor) -> list[Tensor]:
+def _magnitudes_of(tensor: Tensor) -> Sequence[Tensor]:
     """Return what is finite if the values of a tensor are, as tensors of one element each.
 
     Examples
     --------
     >>> _magnitudes_of(torch.tensor([3e38, -3e38])), _magnitudes_of(torch.tensor([1, 2]))
-    ([tensor([3.0000e+38])], [])
+    ((tensor([3.0000e+38]),), [])
     """
-    magnitudes: list[Tensor] = []
-    for part in _parts_of(tensor):
-        values = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
-        if values.is_cpu and values.numel() > _FEW:
-            magnitudes += torch.aminmax(values.detach(), keepdim=True)
-        elif values.requires_grad:
-            with torch.no_grad():
-                magnitudes.append(torch.linalg.vector_norm(values, math.inf, keepdim=True))
-        else:
-            magnitudes.append(torch.linalg.vector_norm(values, math.inf, keepdim=True))
-    return magnitudes
+    # What most tensors are is asked first, since every call asks.
+    is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
+    if is_strided and tensor.dtype in _USUAL and not (tensor.is_nested or tensor.is_meta):
+        return _extent(tensor) if tensor.numel() and has_memory(tensor) else ()
+    reals = [
+        torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+        for part in _parts_of(tensor)
+    ]
+    return [magnitude for real in reals for magnitude in _extent(real)]
+
+
+def _extent(values: Tensor) -> Sequence[Tensor]:
+    if values.is_cpu and values.numel() > _FEW:
+        return torch.aminmax(values.detach(), keepdim=True)
+    if not values.requires_grad:
+        return (torch.linalg.vector_norm(values, math.inf, keepdim=True),)
+    with torch.no_grad():
+        return (torch.linalg.vector_norm(values, math.inf, keepdim=True),)
 
 
 def count(tensor: Tensor) -> NonFinite:
@@ -216,19 +216,18 @@ class Flags:
         flag = self._known.get(id(tensor))
         # What is written to is examined again, and also what would not show that it is.
         if flag is None or not flag.version == version != -1 or flag.reference() is not tensor:
+            flag = self._known[id(tensor)] = Flag(tensor, version)
             if self._may_be_mapped or private.transform_around() is not None:
                 tensor = private.unmapped(tensor, -1)
-            magnitudes = _magnitudes_of(tensor)
-            flag = Flag(tensor, version, tensor.numel() if magnitudes else 0)
-            self._known[id(tensor)] = flag
-            for magnitude in magnitudes:
+            for magnitude in _magnitudes_of(tensor):
+                flag.num_values = tensor.numel()
                 self._unread.append((flag, magnitude))
         if keeps and flag.kept is None and flag.num_values and self._num_bytes_left > 0:
             self._keep(flag, tensor)
         return flag
 
     def _keep(self, flag: Flag, tensor: Tensor) -> None:
-        has_storage = type(tensor) in _PLAIN and tensor.layout is _STRIDED
+        has_storage = type(tensor) in _PLAIN and tensor.layout is torch.strided
         num_bytes = tensor.numel() * tensor.itemsize
         if has_storage:
             num_bytes = tensor.untyped_storage().nbytes()

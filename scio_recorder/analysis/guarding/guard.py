@@ -232,14 +232,20 @@ class _GuardedCalls:
     has_gradients: bool
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the network; torch calls hooks after an error, and silences what these raise."""
+        """Call the network, and tell what was found in a pass that an error ends."""
+        checks = self.checks
         try:
             return call(*args, **kwargs)
-        except Exception as error:
-            origin = None if self.checks.local.calls else self.checks.late()
-            if origin is None:
+        except BaseException as error:
+            if self.innermost(interpreter.frame_around()) is not None:
                 raise
-            raise self.checks.error(origin) from error
+            if not isinstance(error, Exception):
+                # Nobody is told of a pass that was interrupted.
+                checks.local.flags.close()
+            origin = checks.late()
+            if origin is None or not isinstance(error, Exception):
+                raise
+            raise checks.error(origin) from error
 
     def _begin_pass(self) -> None:
         """Begin a pass: a call that is part of no other."""
@@ -313,21 +319,17 @@ class _GuardedCalls:
     def _examine(self, call: GuardedCall, output: Any, *, has_failed: bool) -> None:
         checks, flags = self.checks, call.flags
         returned = flags.of((output,), keeps=True)
-        is_end = call.around is None and flags.task == -1
         flags.waiting.append((Checks.check, call, "forward", call.received, returned, call.code))
         if call.around is None:
             flags.waiting.append((Checks.check_whole, "forward", returned))
         if has_failed:
-            # What a hook raises is lost now, so it waits for who stands around the network's call.
-            if is_end:
-                with contextlib.suppress(RuntimeError):
-                    checks.local.late = checks.finish(flags)
+            # What a hook raises is lost now.
             return
         if self.has_gradients and torch.is_grad_enabled():
             attach(checks, call, output)
         if call.kept is not None and not flags.read() and kinds_of(returned):
             call.kept.end(output)
-        if is_end:
+        if call.around is None and flags.task == -1:
             checks.tell(checks.finish(flags))
         elif checks.is_immediate:
             checks.tell(checks.settle(flags))
