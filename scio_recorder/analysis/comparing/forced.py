@@ -5,7 +5,8 @@ NOTE [Whose error it is]
 In a forced pass, all that the own code of a call works on is the reference's: what the call
 receives, and what the paired calls inside it hand back. So whatever differs in what it returns, and
 in what it hands to paired calls inside, is an error of its own, and shows in no other call. A
-module without a partner, such as a fused projection, belongs to the own code around it.
+module without a partner, such as a fused projection, belongs to the own code around it, and so does
+one that is handed its rows in another order, as experts that sort their tokens.
 
 Tensors are paired by their places among the arguments or in the output, and those that only one
 side has at a place in order, by shape. What has no partner, such as a mask where the other side
@@ -31,6 +32,8 @@ from scio_recorder.lowlevel import CallWrapper, random_state, restore_random, ta
 from scio_recorder.tensors import Copies, fold, is_out_of_memory, is_plain, memories_of, version_of
 
 Place: TypeAlias = tuple[Any, ...]
+# The relative distance from which rows may be others.
+_UNLIKE = 0.2
 # The labels of each paired module's calls, in their order; None for a call without a partner.
 CallLabels: TypeAlias = Mapping[nn.Module, Sequence[RowIdx | None]]
 
@@ -297,6 +300,8 @@ class ForcedPass(PairedCalls):
     failed : dict
         The errors of calls that raise on the reference's inputs, and other reasons why what a call
         returned can't be compared.
+    reordered : set of RowIdx
+        The calls that ran on the network's own inputs, since these are in another order.
     handings : list of Handing
         Who handed on what the reference does not hand on.
     """
@@ -306,6 +311,7 @@ class ForcedPass(PairedCalls):
         self._reference = reference
         self.made: dict[Slot, Tensor] = {}
         self.failed: dict[RowIdx, str] = {}
+        self.reordered: set[RowIdx] = set()
         self.handings: list[Handing] = []
         self._copies = Copies()
         # The calls that run now; memories by number, and tensors that keep these.
@@ -320,7 +326,12 @@ class ForcedPass(PairedCalls):
         known = self._reference.get(label)
         if known is None:
             return call(*args, **kwargs)
-        forced = self._force_inputs(label, known, places(by_name(module, args, kwargs)))
+        own = places(by_name(module, args, kwargs))
+        if _are_reordered(own, known.received):
+            # What the owner returns shows whether that is right.
+            self.reordered.add(label)
+            return call(*args, **kwargs)
+        forced = self._force_inputs(label, known, own)
         new = {at: pair.value for at, pair in forced.items()}
         if known.random is not None:
             restore_random(known.random[0])
@@ -392,6 +403,23 @@ class ForcedPass(PairedCalls):
                 dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
                 new[id(tensor)] = tensor.to(like.device, dtype, copy=True)
         return replaced(known.output, new)
+
+
+def _are_reordered(own: Mapping[Place, Any], others: Mapping[Place, Any]) -> bool:
+    """Whether a tensor has the rows of its partner in another order, as tokens by their experts."""
+    pairs = ((own[at], others[to]) for at, to in paired_places(own, others).items())
+    return any(_is_reordered(*pair) for pair in pairs)
+
+
+def _is_reordered(tensor: Tensor, value: Tensor) -> bool:
+    if tensor.ndim < 2 or tensor.numel() == 0 or not tensor.is_floating_point():
+        return False
+    weights = torch.linspace(-1, 1, tensor.shape[-1], device=tensor.device)
+    own = tensor.float() @ weights
+    other = value.to(tensor.device, torch.float32) @ weights
+    apart = torch.linalg.vector_norm(own - other)
+    in_order = torch.linalg.vector_norm(own.flatten().sort()[0] - other.flatten().sort()[0])
+    return bool(apart > _UNLIKE * torch.linalg.vector_norm(other) and in_order < apart / 10)
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:

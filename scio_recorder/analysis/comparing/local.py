@@ -62,6 +62,7 @@ from scio_recorder.lowlevel import NetState, is_sharded, run_copy, untouched
 from scio_recorder.tensors import dtype_name, is_out_of_memory, is_plain, map_tensors
 
 # Entries of masks below it mean minus infinity, however that is written.
+_REORDERED = "the candidate hands it rows in another order: see the layer around it"
 _MASKED = -1e4
 # Operations of exact copies differ beyond it; of so many faults they are looked for.
 _EXACT, _TRACED = 1e-4, 8
@@ -167,7 +168,9 @@ class LocalComparison:
         self._is_real = _real_positions(named.get("attention_mask"))
         with forced.around():
             self._candidate.net(*args, **kwargs)
-        self._failed |= forced.failed
+        self._failed |= forced.failed | dict.fromkeys(forced.reordered, _REORDERED)
+        # They belong to the code around them in all copies as well.
+        self._calls = {at: x for at, x in self._calls.items() if at not in forced.reordered}
         self._handings |= {*forced.handings}
         self._measure("error", self._values(forced.made), forced.made, block)
         return forced.made

@@ -317,6 +317,46 @@ def test_a_fused_projection_belongs_to_the_layer_around_it() -> None:
     assert names(judged(net, port, IDS)) == ["blocks.1.attention"]
 
 
+class InOrder(nn.Module):
+    """Lets a module see its rows as they come, or sorted, as experts get their tokens."""
+
+    def __init__(self, *, sorts: bool) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)
+        self.sorts = sorts
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        order = x[:, 0].argsort() if self.sorts else torch.arange(len(x))
+        hidden = self.act(hidden[order])[order.argsort()]
+        return self.last(hidden)
+
+
+class Flipped(InOrder):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.first(x).flip(0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_another_order_are_no_fault(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net, port = nn.Sequential(InOrder(sorts=False)), nn.Sequential(InOrder(sorts=True))
+    port.load_state_dict(net.state_dict())
+    difference = judged(net, port.to(dtype), torch.randn(64, 6))
+    assert difference.faults == ()
+    assert "another order" in difference.unjudged["0.act"]
+    port[0].act = nn.ReLU()
+    assert names(judged(net, port, torch.randn(64, 6))) == ["0"]
+
+
+def test_rows_that_come_back_in_another_order_are_a_fault() -> None:
+    torch.manual_seed(0)
+    net, port = nn.Sequential(InOrder(sorts=False)), nn.Sequential(InOrder(sorts=False))
+    port.load_state_dict(net.state_dict())
+    port[0].__class__ = Flipped
+    assert names(judged(net, port, torch.randn(64, 6)))[0] == "0"
+
+
 def test_each_call_of_a_module_has_figures_of_its_own() -> None:
     class Twice(nn.Module):
         def __init__(self, by: float) -> None:
