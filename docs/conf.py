@@ -12,6 +12,7 @@ from typing import Any
 
 from docutils import nodes
 from latex2mathml.converter import convert
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 HERE = Path(__file__).parent
@@ -63,6 +64,18 @@ html_math_renderer = "mathml"
 
 # torchinfo is not documented here.
 nitpick_ignore_regex = [("py:(class|func)", r"torchinfo\..*")]
+
+
+def index_words(app: Sphinx, doctree: nodes.document) -> None:
+    """Put the words of ``search.toml`` into the index, where the search looks first."""
+    words = tomllib.loads((HERE / "search.toml").read_text(encoding="utf-8"))
+    section = next(iter(doctree.findall(nodes.section)))
+    place = section["ids"][0]
+    entries = [
+        ("single", word, place, "main", None) for word in words.get(app.env.docname, ())
+    ]
+    if entries:
+        section.insert(1, addnodes.index(entries=entries))
 
 
 def visit_math(display: str) -> Any:
@@ -168,6 +181,7 @@ def _first_words(app: Sphinx, page: str) -> str:
 def setup(app: Sphinx) -> None:
     """Write MathML: MathJax, Sphinx's own choice, would be fetched from another host."""
     app.connect("source-read", link_copies)
+    app.connect("doctree-read", index_words)
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("html-page-context", let_code_break)
     app.connect("build-finished", write_texts)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sphinx.search.en import SearchEnglish
@@ -167,6 +168,52 @@ def search_finds_what_people_look_for(site: Path) -> None:
             assert {stem(word)} & (index["terms"].keys() | index["titleterms"].keys()), word
     for words in ("logit lens", "TransformerLens", "hooks", "captum", "torchlens"):
         assert any(words.lower() in title.lower() for title in index["alltitles"]), words
+    search_answers_questions_first(index)
+
+
+# What users ask, and the page that answers.
+QUESTIONS = {
+    "7B": "how-to/a-7b-model-on-one-gpu",
+    "CUDA out of memory": "how-to/a-7b-model-on-one-gpu",
+    "DDP": "how-to/several-processes",
+    "FSDP": "how-to/sharded",
+    "KV cache": "how-to/generation",
+    "LoRA": "how-to/adapters",
+    "NaN loss": "how-to/first-nan",
+    "SAE": "how-to/sparse-autoencoders",
+    "activation patching": "how-to/patching",
+    "attention weights": "how-to/attention",
+    "dead neurons": "how-to/dead-and-exploding-units",
+    "feature extraction": "how-to/timm-features",
+    "forward hook": "how-to/coming-from-hooks",
+    "hidden states": "subjects/integrations",
+    "induction head": "how-to/attention",
+    "ood detection": "how-to/out-of-distribution",
+    "probe": "how-to/which-layer",
+    "quantization": "how-to/quantised-and-device-map",
+    "resume": "subjects/collect",
+    "steering vector": "how-to/steering-in-a-server",
+    "torch.compile": "how-to/compiling",
+}
+
+
+def search_answers_questions_first(index: dict[str, Any]) -> None:
+    """Each question is in the index, whose entries come before all other results.
+
+    Sphinx's script shows an entry that contains the words and is at most twice as long.
+    """
+    entries = index["indexentries"]
+    for question, page in QUESTIONS.items():
+        words = question.lower()
+        matching = [e for e in entries if words in e.lower() and len(e) <= 2 * len(words)]
+        pages = {
+            index["docnames"][number]
+            for e in matching
+            for number, _, is_main in entries[e]
+            if is_main
+        }
+        assert page in pages, question
+        assert len(pages) <= 3, question
 
 
 def the_index_for_models_names_every_page(site: Path) -> None:
