@@ -39,6 +39,7 @@ from scio_recorder.lowlevel import (
     describe,
     is_rerun,
     is_sharded,
+    raise_of_caller,
     refuse_transforms,
     runs_without_gradients,
     shown_shapes,
@@ -147,7 +148,7 @@ class _Runs:
         args, kwargs = map_tensors(twin, inputs) if torch.is_grad_enabled() else inputs
         self._counts, self._replace = Counter(), replace
         if self._capture is not None:
-            return self._metric(self._run_pass(self._capture, args, kwargs, replace))
+            return self._measured(self._run_pass(self._capture, args, kwargs, replace))
         output = self._net(*args, **kwargs)
         self._replace = None
         wrong = self._program.wrong_calls(self._counts)
@@ -157,7 +158,14 @@ class _Runs:
                 f"at labelling: {'; '.join(wrong)}. Label the net as it is used (mode=, "
                 "input_data=), or record other layers"
             )
-        return self._metric(output)
+        return self._measured(output)
+
+    def _measured(self, output: Any) -> Any:
+        try:
+            return self._metric(output)
+        except Exception as error:
+            what = f"the metric, given the network's output, here {describe(output)},"
+            raise_of_caller(what, error, ComparisonError)
 
     def _run_pass(self, capture: Capture, args: Any, kwargs: Any, replace: _Replace) -> Any:
         posts = [partial(replace, label) for label in self._program.order]
@@ -264,7 +272,10 @@ def _check(capture: Capture, metric: Any) -> None:
             "around it: leave the block of watch(...) or collecting(...) first"
         )
     if not callable(metric):
-        raise ComparisonError(f"metric={metric!r}: give a function of the network's output")
+        raise ComparisonError(
+            f"metric={metric!r}: give a function of the network's output that returns a number, "
+            "such as lambda output: output[0, 3]"
+        )
     has_compiler = private.DYNAMO in sys.modules
     if (has_compiler and any(map(private.is_compiled, net.modules()))) or is_sharded(net):
         raise UnsupportedNetError(

@@ -125,6 +125,8 @@ class Capture:
         self._graph_memory = GraphMemory()
         # Whether who calls compiled code ends the pass behind it.
         self.ends_compiled = False
+        # Why there are no records, if it is not for want of a pass.
+        self.why_none = ""
         self._lock = threading.Lock()
         self._is_removed = False
         self._has_warned = False
@@ -206,7 +208,9 @@ class Capture:
                 f"the pass is still running, and leaves no {what} before it ends: read them after "
                 "it. A post-processor is given what its layer returns, or with OnInput receives"
             )
-        return Records(self.architecture, what=what)
+        records = Records(self.architecture, what=what)
+        records.why_none = self.why_none
+        return records
 
     @property
     def state(self) -> CallStates:

@@ -15,6 +15,7 @@ from scio_recorder.errors import PostprocessorError
 from scio_recorder.nets.operations import function_name
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import twin
+from scio_recorder.tensors.structures import flatten, tensors
 
 
 def writes_to_argument(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -64,7 +65,7 @@ def saving_copies() -> Iterator[None]:
 def write(
     changed: Any, output: Any, given: Sequence[Any], received: Sequence[Any], what: str
 ) -> Any:
-    """Put what a post-processor gave into the argument to which an operation has written.
+    """Put what a post-processor gave into the arguments to which an operation has written.
 
     Parameters
     ----------
@@ -77,22 +78,30 @@ def write(
 
     Returns
     -------
-    Tensor
-        That argument of the code.
+    Tensor, or a tuple or list of some
+        Those arguments of the code.
 
     Raises
     ------
     PostprocessorError
-        There are several, or autograd can't have it.
+        Other tensors than these came back, or autograd can't have it.
     """
-    pairs = zip(given, received, strict=False)
-    places = [own for own, other in pairs if other is output and isinstance(output, Tensor)]
-    if not places:
+    leaves, rebuild = flatten(output)
+    pairs = zip(tensors(tuple(given)), tensors(tuple(received)), strict=False)
+    own = {id(other): argument for argument, other in pairs}
+    places = [own[id(leaf)] for leaf in leaves if id(leaf) in own]
+    values = tensors(changed)
+    if not len(leaves) == len(places) == len(values):
         raise PostprocessorError(
-            f"{what} writes to several tensors, and what the post-processor gave can't be written "
-            "there: change another operation"
+            f"{what} writes to {len(leaves)} of its arguments, and what the post-processor gave "
+            "can't be written there: return as many tensors, or change another operation"
         )
-    place = places[0]
+    for value, place in zip(values, places, strict=True):
+        _write(value, place, what)
+    return rebuild(places)
+
+
+def _write(changed: Tensor, place: Tensor, what: str) -> None:
     if changed.shape != place.shape:
         raise PostprocessorError(
             f"{what} writes to its own argument, of shape {tuple(place.shape)}, where a tensor of "
@@ -106,4 +115,3 @@ def write(
             f"{what} writes to its own argument, and what the post-processor gave must go there, "
             f"but {error}: run the pass under torch.no_grad(), or change another operation"
         ) from error
-    return place

@@ -129,7 +129,9 @@ class Setting:
                 for positions in self._program.positions
             ]
             of_calls = [[kinds[INPUT][at] for at in places] for places in self._program.positions]
-            self.input_kinds = [LEARN if LEARN in own else max(own) for own in of_calls]
+            self.input_kinds = [
+                LEARN if LEARN in own else max(own, default=COPY) for own in of_calls
+            ]
             self.kinds, self.is_fast = kinds, all(self.fast)
 
     def copy(self, label: RowIdx) -> None:

@@ -422,6 +422,7 @@ class Pass:
         if self.called_in_other_threads:
             raise FlowError(f"{lacks}.{self._explain_threads()}")
         unseen = program.inside_compiled_parts()
+        self._refuse_replaced(Counter(self.log[::3]))
         if unseen:
             raise FlowError(
                 f"{lacks}. A compiled part of the network runs {few(program.layers_of(unseen), 4)}"
@@ -462,6 +463,7 @@ class Pass:
         counts, program = Counter(modules), self.program
         wrong = [f"\n  {text}" for text in program.wrong_calls(counts, last)]
         if wrong:
+            self._refuse_replaced(counts)
             raise FlowError(
                 "modules with recorded layers ran more or less often than at labelling, so labels "
                 f"no longer name the same calls:{''.join(wrong)}\nA layer that did not run at all "
@@ -469,6 +471,15 @@ class Pass:
                 "hook to other code. Label the net as it is used (mode=, input_data=), record "
                 'other layers, or take any number of calls: record(..., calls="any")'
                 + self._explain_threads()
+            )
+
+    def _refuse_replaced(self, counts: Counter[int]) -> None:
+        """Say that a layer was not called because its module was replaced, if so."""
+        if replaced := self.program.replaced(counts):
+            raise FlowError(
+                f"{few(replaced, 4)} did not run, and the network no longer holds the module: it "
+                "was replaced or removed after the network was wrapped. Label the changed network "
+                "anew, by another Recorder(net, ...)"
             )
 
     def _explain_threads(self) -> str:

@@ -238,6 +238,12 @@ class Program:
         labels = [label for entry, label in calls if label and self.firsts[entry] in entries]
         return [self.architecture[label] for label in labels]
 
+    def replaced(self, seen: Mapping[int, int]) -> list[Layer]:
+        """Return the layers without calls whose modules are no longer in the network."""
+        missing = [row for entry, row in self.rows.items() if not seen.get(entry)]
+        modules = set(self._root.modules() if missing else ())
+        return [row for row in missing if row.module not in modules]
+
     def modules_of(self, labels: Iterable[RowIdx]) -> set[int]:
         """Return the indices of the modules of layers, leaving operations out."""
         entries = {self.expected[self.labels.index(label)] for label in labels}

@@ -135,6 +135,11 @@ class Passes(Sequence[Records]):
                 f"for a layer in one pass, or passes.cat({index!r}) to join it over all"
             ) from None
 
+    def __getattr__(self, name: str) -> Any:
+        hint = "" if name.startswith("_") else ": it holds passes, so write passes[-1][label]"
+        text = f"'Passes' object has no attribute {name!r}{hint}"
+        raise AttributeError(text, name=name, obj=self)
+
     def __len__(self) -> int:
         return len(self._records)
 

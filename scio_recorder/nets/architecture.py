@@ -541,7 +541,8 @@ def explain_absence(architecture: Architecture, key: Any) -> str:
     if label is not None:
         return no_such_label(label, architecture)
     if isinstance(key, str):
-        return no_such_name(key, architecture.names)
+        hint = "; a key is one layer, and patterns are for record(...)" * ("*" in key)
+        return no_such_name(key, architecture.names) + hint
     return _not_a_key(key, architecture.names)
 
 

@@ -222,6 +222,8 @@ class OperationTrace(CallTrace, LibraryMode):
     def __init__(self, net: nn.Module, twin: nn.Module, batch_dim: int | None = None) -> None:
         super().__init__(net, twin, batch_dim)
         self._current: list[Row | None] = []
+        # For each call that runs, the number of the network's own modes inside of this one.
+        self._above: list[int | None] = []
         self._made: list[_NotedOperation] = []
         self._reader = AttentionReader()
         # With the call whose own code computes it.
@@ -237,6 +239,10 @@ class OperationTrace(CallTrace, LibraryMode):
 
     def _begin(self, *call: Any) -> None:
         self._current.append(None)
+        # As in a pass, what a mode around the module computes is no own code of it.
+        self._above.append(private.function_modes_above(self))
+        if self._above[-1]:
+            private.replace_function_mode(self, self, 0)
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._start(module, args, kwargs)
@@ -246,6 +252,8 @@ class OperationTrace(CallTrace, LibraryMode):
 
     def _leave(self, *call: Any) -> None:
         self._current[-1] = None
+        if above := self._above.pop():
+            private.replace_function_mode(self, self, above)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         super()._end(module, args, kwargs, output)

@@ -27,7 +27,10 @@ _SHOWN = 6
 # The printed form: layers, and the widths of their names and of a structure's shapes.
 _LISTED, _WIDEST, _LONGEST = 60, 60, 300
 # The advice if there is nothing to read yet.
-_RUN = "Choose layers with rnet.record(), then run the net with rnet(x)"
+_RUN = (
+    "Choose layers with rnet.record(), then run the net with rnet(x). Calls of the net itself, as "
+    "rnet.net(x), are recorded inside `with rnet.watch() as passes:`"
+)
 _HOW = {
     "input": "Choose layers with rnet.record(..., inputs=True), then run the net with rnet(x)",
     "gradient": "Choose layers with rnet.record(..., gradients=True), run the net with rnet(x), "
@@ -35,12 +38,15 @@ _HOW = {
     "attention": "Choose layers with rnet.record(..., attention=True), then run the net with "
     "rnet(x)",
     "recording": "Choose layers with rnet.record(...) before rnet.collect(...)",
+    "reduction": "Reduce layers as they are collected, by rnet.collect(batches, reduce=...)",
+    "relative error": "Layers are kept with another precision by rnet.collect(batches, dtype=...)",
 }
 
 # The advice if there is something to read of other layers.
 _RECORD_IT = {
-    "activation": '. Record it, too: rnet.record("{}", ...), and run the net again',
-    "recording": '. Record it, too: rnet.record("{}", ...) before rnet.collect(...)',
+    "activation": '. Record it, too: rnet.record(*rnet.recording, "{}"), and run the net again',
+    "input": '. Record it, too: rnet.record(*rnet.recording, "{}", inputs=True)',
+    "recording": '. Record it, too: rnet.record(*rnet.recording, "{}") before rnet.collect(...)',
 }
 
 

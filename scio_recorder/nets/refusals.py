@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
-from scio_recorder.errors import LabellingError, UnsupportedNetError
+from scio_recorder.errors import LabellingError, RecorderError, UnsupportedNetError
+from scio_recorder.interpreter import objects_in
 from scio_recorder.layer import Layer, few, map_leaves
-from scio_recorder.nets.architecture import nearest
+from scio_recorder.nets.architecture import Architecture, nearest
 from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
@@ -340,6 +342,76 @@ def runs_without_gradients(error: BaseException) -> str:
         "torch.enable_grad():` around that, or collect in passes of your own, inside `with "
         "rnet.collecting(...) as collection:`"
     )
+
+
+def failing_layer(error: BaseException, architecture: Architecture) -> str:
+    """Return the innermost module of the net that was running, from the traceback."""
+    rows = {id(row.module): row for row in architecture.values() if row.module is not None}
+    layers = [row for part in objects_in(error.__traceback__) if (row := rows.get(id(part)))]
+    if not layers:
+        return ""
+    running = layers[-1]
+    calls = architecture.labels_of(running.name)
+    # For a module that runs several times, the failed call is unknown.
+    return str(running) if len(calls) <= 1 else f"{running.name} ({running.type_name})"
+
+
+def explain_call(
+    error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any], architecture: Architecture
+) -> None:
+    """Add notes to a network's own error: what was probably meant, or else which layer raised it.
+
+    Parameters
+    ----------
+    error : Exception
+        The error.
+    args, kwargs
+        What the network was given.
+    architecture : Architecture
+        Its layers.
+    """
+    if isinstance(error, RecorderError):
+        return
+    for name in kwargs:
+        near = nearest(name, ("activation_postproc", "dont_record"))
+        if near and f"keyword argument '{name}'" in str(error):
+            error.add_note(f"{name}= was given to the network{near}.")
+    if not (args or kwargs):
+        error.add_note("The network was given no input: write one, as in rnet(x).")
+    elif isinstance(error, TypeError) and any(map(callable, args[1:])):
+        error.add_note("If the function is a post-processor, write activation_postproc=.")
+    elif len(args) == 1 and (note := _note_on_batch(args[0], error)):
+        error.add_note(f"The network was given {note}.")
+    layer, shape = failing_layer(error, architecture), architecture[0, 1].input_shape
+    if layer and not getattr(error, "__notes__", ()):
+        error.add_note(
+            f"Layer {layer} raised this. The network was labelled with inputs of shape {shape}."
+        )
+
+
+def _note_on_batch(batch: Any, error: Exception) -> str:
+    """Say what an only input is that is no tensor, and how it is given; empty for others."""
+    several = isinstance(batch, list | tuple)
+    if isinstance(batch, str) or (several and batch and {*map(type, batch)} == {str}):
+        return 'text: write rnet(**tokenizer(texts, return_tensors="pt"))'
+    if isinstance(batch, np.ndarray):
+        return "a NumPy array: write rnet(torch.from_numpy(x))"
+    if isinstance(batch, DataLoader):
+        return "a loader: write rnet.collect(loader), or rnet(batch) for each batch"
+    if isinstance(batch, Mapping):
+        return (
+            f"one {type(batch).__name__}. If its entries are inputs by keyword, as in collect, "
+            "write rnet(**batch)"
+        )
+    if several and not tensors(batch):
+        return f"a {type(batch).__name__} without tensors: write rnet(torch.tensor(x))"
+    if several and isinstance(error, TypeError):
+        return (
+            f"one {type(batch).__name__}. Of such a batch, collect takes the first part, but a "
+            "call hands on what it is given: write rnet(batch[0]), or rnet(*batch) for several "
+            "inputs"
+        )
+    return ""
 
 
 def refuse_unkeepable(layer: Layer, apart: Apart, searched: set[object]) -> None:

@@ -149,10 +149,16 @@ def by_selector(
     """
     chosen: dict[RowIdx, _T] = {}
     for selector, entry in entries.items():
-        matching = [label for label in select(architecture, [selector]) if label in recorded]
+        try:
+            chosen_by_it = select(architecture, [selector])
+        except LayerNotFoundError as reason:
+            reason.add_note(f"The keys of {what}= choose layers. Without keys, it is for all.")
+            raise
+        matching = [label for label in chosen_by_it if label in recorded]
         if not matching:
             raise error(
-                f"the selector {selector!r} of {what} names no recorded layer: record() it too"
+                f"the selector {selector!r} of {what} names no recorded layer: record it too, by "
+                f"rnet.record(*rnet.recording, {shown(selector)})"
             )
         for label in matching:
             if label in chosen:
@@ -594,6 +600,11 @@ def _unusable(architecture: Architecture, selector: object) -> LayerNotFoundErro
     )
     if isinstance(selector, Layer):
         return SelectorTypeError(not_its_label(selector))
+    if isinstance(selector, list | tuple | range) and {*map(type, selector)} == {int}:
+        return SelectorTypeError(
+            f"{selector!r} is no label, which is a pair (depth, index) in its own parentheses, as "
+            "in record((1, 2), (1, 3))"
+        )
     if isinstance(selector, list | tuple | AbstractSet | Mapping | range):
         return SelectorTypeError(f"{selector!r} is a collection: unpack it with *; {kinds}")
     try:

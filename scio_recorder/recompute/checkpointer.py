@@ -89,7 +89,9 @@ class ActivationCheckpointer:
     """
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
-        self.config = config or CheckpointConfig()
+        self.config = CheckpointConfig() if config is None else config
+        if not isinstance(self.config, CheckpointConfig):
+            raise ArgumentError(f"config={config!r}: write CheckpointConfig(every=...)")
         self.memory_saved_bytes = 0
         self._kept: dict[int, _Checkpoint] = {}
 

@@ -21,11 +21,19 @@ from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.capture.checkpoint_regions import is_rerun
 from scio_recorder.capture.watch import Block, Blocks, Passes, why_not_called
-from scio_recorder.errors import CollectError, SelectorTypeError, UnsupportedNetError, warn
+from scio_recorder.errors import (
+    ArgumentError,
+    CollectError,
+    SelectorTypeError,
+    UnsupportedNetError,
+    caught_as,
+    warn,
+)
 from scio_recorder.layer import few
 from scio_recorder.nets.architecture import nearest
 from scio_recorder.nets.attention import AttentionRecords
 from scio_recorder.nets.records import LayerMapping, Records
+from scio_recorder.nets.refusals import explain_call
 from scio_recorder.nets.sharded import refuse_part_of_fsdp
 from scio_recorder.recording.options import (
     CollectKeywords,
@@ -91,6 +99,17 @@ class Collecting(nn.Module):
             )
         refuse_part_of_fsdp(self._net)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A module would hide in `_modules`, unseen.
+        if isinstance(getattr(type(self), name, None), property):
+            raise caught_as(
+                ArgumentError,
+                AttributeError(),
+                f"rnet.{name} can't be set: choose layers by rnet.record(...), and wrap another "
+                "network by another Recorder(net, ...)",
+            )
+        super().__setattr__(name, value)
+
     @property
     def net(self) -> nn.Module:
         """The wrapped network."""
@@ -116,7 +135,8 @@ class Collecting(nn.Module):
         """The outputs of the recorded layers in the latest pass that this thread ran.
 
         A read-only mapping; keys are ``(1, 3)``, ``"1-3"`` or unambiguous qualified names. It does
-        not change when the next pass runs.
+        not change when the next pass runs. A call of the network itself, as ``rnet.net(x)``, is no
+        pass outside of :meth:`watch`, and leaves the records of the pass before.
         """
         return self._capture.activations
 
@@ -586,7 +606,11 @@ class Collecting(nn.Module):
         """
         from scio_recorder.analysis.checking import check
 
-        return check(self.capture, args, kwargs)
+        try:
+            return check(self.capture, args, kwargs)
+        except Exception as error:
+            explain_call(error, args, kwargs, self.architecture)
+            raise
 
     def track(self, **options: Any) -> Tracker:
         """Log the outputs of the net's modules, and the gradients with respect to them.
@@ -905,7 +929,7 @@ class Collecting(nn.Module):
 
         return recompute_pass(self.capture, selectors)
 
-    @names_arguments
+    @opens_block
     def saved_tensors(
         self,
         *selectors: Any,

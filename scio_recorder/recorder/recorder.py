@@ -9,10 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, Self
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from scio_recorder.capture.around import CallWrapper
 from scio_recorder.capture.engine import Capture
@@ -21,6 +19,7 @@ from scio_recorder.capture.watch import Blocks
 from scio_recorder.display.outline import Outline, outline, printed, visible
 from scio_recorder.display.page import Outlined
 from scio_recorder.errors import (
+    ArgumentError,
     LabellingError,
     MissingInputError,
     PostprocessorError,
@@ -38,11 +37,12 @@ from scio_recorder.layer import (
     label_of,
     text_of,
 )
-from scio_recorder.nets.architecture import Architecture, nearest
+from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net, list_operations
 from scio_recorder.nets.labelling.torchinfo import ModelStatistics
 from scio_recorder.nets.operations import Operations
 from scio_recorder.nets.records import Records
+from scio_recorder.nets.refusals import explain_call
 from scio_recorder.nets.selection import (
     did_not_run,
     look_alikes,
@@ -86,35 +86,6 @@ def _refuse_mistaken(net: nn.Module, kwargs: Mapping[str, Any]) -> None:
             raise PostprocessorError(
                 f"{name}= is no argument of the network's forward: write activation_postproc="
             )
-
-
-def _note_on_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
-    """Say how a batch or a post-processor is given, if one stands in place of an input."""
-    batch = args[0] if len(args) == 1 else None
-    for name in kwargs:
-        near = nearest(name, ("activation_postproc", "dont_record"))
-        if near and f"keyword argument '{name}'" in str(error):
-            error.add_note(f"{name}= was given to the network{near}.")
-    if isinstance(batch, np.ndarray):
-        error.add_note("The network was given a NumPy array: write rnet(torch.from_numpy(x)).")
-    elif isinstance(batch, DataLoader):
-        error.add_note(
-            "The network was given a loader: write rnet.collect(loader), or rnet(batch) for each "
-            "batch."
-        )
-    elif isinstance(batch, Mapping):
-        error.add_note(
-            f"The network was given one {type(batch).__name__}. If its entries are inputs by "
-            "keyword, as in collect, write rnet(**batch)."
-        )
-    elif isinstance(error, TypeError) and isinstance(batch, list | tuple):
-        error.add_note(
-            f"The network was given one {type(batch).__name__}. Of such a batch, collect "
-            "takes the first part, but a call hands on what it is given: write "
-            "rnet(batch[0]), or rnet(*batch) for several inputs."
-        )
-    elif isinstance(error, TypeError) and any(map(callable, args[1:])):
-        error.add_note("If the function is a post-processor, write activation_postproc=.")
 
 
 def _attending(
@@ -194,6 +165,11 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
             net, force_static_flow=force_static_flow, **summary_kwargs
         )
         super().__init__()
+        if isinstance(net, Recorder):
+            warn(
+                "the net is a Recorder itself, so names of layers begin with _net: write "
+                "Recorder(rnet.net, ...), unless both are to record"
+            )
         self.training = net.training
         self._net = net
         self.summary = statistics
@@ -395,6 +371,11 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
+        self._capture.why_none = (
+            "the block of `with rnet:` has ended, and with it hooks, records and selection: read "
+            "them inside it, or write no such block. A block that records what other code calls is "
+            "`with rnet.watch() as passes:`"
+        )
 
     def forward(
         self,
@@ -463,11 +444,30 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
                 net, args, kwargs, posts=activation_postproc, records_outputs=not dont_record
             )
         except Exception as error:
-            _note_on_inputs(args, kwargs, error)
+            explain_call(error, args, kwargs, self.architecture)
             raise
         if activation_postproc and not self._capture.program.recording:
             warn("activation_postproc acts on no layer: choose layers with record(...) first")
         return output
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what ``state_dict`` of a recorder returned, as ``torch.nn.Module`` does.
+
+        Raises
+        ------
+        ArgumentError
+            It is of the bare network, whose names lack ``_net.``.
+        """
+        if state_dict and not any(name.startswith("_net.") for name in state_dict):
+            raise caught_as(
+                ArgumentError,
+                RuntimeError(),
+                "these weights are not of a recorder, whose names begin with _net: if they are of "
+                "its network, write rnet.net.load_state_dict(...)",
+            )
+        return super().load_state_dict(state_dict, strict, assign)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the calls of this recorder, as ``torch.nn.Module.compile`` does.
@@ -528,7 +528,11 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
             raise SelectorTypeError("nothing to extract: choose layers with record(...) first")
         self._refuse_inside_fsdp()
         posts = kwargs.pop("activation_postproc", None)
-        self._capture.run(self._net, args, kwargs, posts=posts, stop=True)
+        try:
+            self._capture.run(self._net, args, kwargs, posts=posts, stop=True)
+        except Exception as error:
+            explain_call(error, args, kwargs, self.architecture)
+            raise
         return self.activations
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,7 +16,7 @@ from scio_recorder.capture.engine import Capture
 from scio_recorder.capture.program import Sink
 from scio_recorder.capture.watch import why_not_called
 from scio_recorder.display.progress import Advance, progress_bar
-from scio_recorder.errors import CollectError, RecorderError
+from scio_recorder.errors import ArgumentError, CollectError, RecorderError, caught_as
 from scio_recorder.layer import TensorSpec, few, text_of
 from scio_recorder.nets.records import Inputs
 from scio_recorder.nets.sharded import InStep
@@ -592,6 +592,11 @@ class CollectedPasses:
         if self._recording is None:
             raise CollectError(f"there is no recording: {self._why_none}")
         return self._recording
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise caught_as(
+            ArgumentError, TypeError(), f"write collection.recording[{key!r}], after the block"
+        )
 
     def __repr__(self) -> str:
         return f"CollectedPasses({self._opened.feed.number})"

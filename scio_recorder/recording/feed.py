@@ -30,11 +30,10 @@ from scio_recorder.errors import (
     raise_of_caller,
     warn,
 )
-from scio_recorder.interpreter import objects_in
 from scio_recorder.layer import few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs
-from scio_recorder.nets.refusals import cast_for, runs_without_gradients
+from scio_recorder.nets.refusals import cast_for, failing_layer, runs_without_gradients
 from scio_recorder.recording.options import CollectOptions, LayerOptions
 from scio_recorder.recording.rows import Source, advice_on_lists
 from scio_recorder.stores import Store
@@ -656,7 +655,7 @@ def raise_for_batch(
 def _failed(
     error: Exception, architecture: Architecture, net: nn.Module, inputs: Inputs, batch: Any
 ) -> str:
-    layer = _failing_layer(error, architecture)
+    layer = failing_layer(error, architecture)
     text = f"layer {layer or '0-1 (root)'} raised {type(error).__name__}: {error}"
     if getattr(error, "__notes__", ()):
         # The cause is known, and it isn't the batch.
@@ -710,18 +709,6 @@ def _refused(net: nn.Module, inputs: Inputs) -> str:
             f"to_inputs=lambda batch: {chosen}"
         )
     return ""
-
-
-def _failing_layer(error: Exception, architecture: Architecture) -> str:
-    """Return the innermost module of the net that was running, from the traceback."""
-    rows = {id(row.module): row for row in architecture.values() if row.module is not None}
-    layers = [row for part in objects_in(error.__traceback__) if (row := rows.get(id(part)))]
-    if not layers:
-        return ""
-    running = layers[-1]
-    calls = architecture.labels_of(running.name)
-    # For a module that runs several times, the failed call is unknown.
-    return str(running) if len(calls) <= 1 else f"{running.name} ({running.type_name})"
 
 
 def _described(value: Any) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from scio_recorder.errors import ArgumentError, RecordingError
+from scio_recorder.errors import ArgumentError, RecordingError, caught_as
 from scio_recorder.layer import RowIdx, counted, text_of
 from scio_recorder.nets.selection import select
 from scio_recorder.recording.readable import Readable
@@ -150,6 +150,14 @@ class RecordingLoader(IterableDataset[Any]):
         """Return the number of batches of this rank in an epoch."""
         batches = len(self.arguments.share(self._num_rows)) / self.arguments.batch_size
         return math.floor(batches) if self.arguments.drop_last else math.ceil(batches)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise caught_as(
+            ArgumentError,
+            TypeError(),
+            f"a loader gives batches one after the other: write `for batch in loader:`, or for all "
+            f"values of a layer recording[{index!r}]",
+        )
 
     def __iter__(self) -> Iterator[Any]:
         for samples in self.layers.values():

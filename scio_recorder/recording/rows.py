@@ -482,7 +482,10 @@ class Rows(abc.ABC):
         for what, value in {**arguments, **fields}.items():
             is_missing = value is None and what in arguments
             if not (is_missing or isinstance(value, str) or callable(value)):
-                raise CollectError(f"{what}={value!r}: give a name, or a function of the batch")
+                raise CollectError(
+                    f"{what}={value!r:.99}: write a name in the batch, such as "
+                    f'"attention_mask", or a function of the batch, {what}=lambda batch: ...'
+                )
         for name, _ in self._pairs():
             if not isinstance(name, str) or name in ("", ".", "..", *_OWN) or "\0" in name:
                 raise CollectError(

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -105,6 +105,14 @@ class Reduction(abc.ABC):
         state : dict
             The result of its `state_dict`; the state of another construction is an error.
         """
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_"):
+                text += ": its result, which recording[label] is too, is that of .compute()"
+            raise AttributeError(text, name=name, obj=self)
 
     @property
     def keeps_rows(self) -> bool:

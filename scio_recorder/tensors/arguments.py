@@ -14,11 +14,16 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 import torch
 import torch.distributed
 
-from scio_recorder.errors import ArgumentError, CollectError, RecorderError, caught_as
+from scio_recorder.errors import ArgumentError, CollectError, RecorderError, caught_as, warn
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T_co = TypeVar("T_co", covariant=True)
+# Arguments of other functions, and how they are given there.
+_ELSEWHERE = {
+    **dict.fromkeys(("input_data", "input_size"), "Recorder(net, {}=...)"),
+    **dict.fromkeys(("batch_size", "shuffle"), "DataLoader(dataset, {}=...)"),
+}
 
 
 def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -66,13 +71,15 @@ def _on_arguments(signature: inspect.Signature, kwargs: Mapping[str, object]) ->
         for name, each in signature.parameters.items()
         if each.kind is each.KEYWORD_ONLY or each.default is not each.empty
     ]
+    if unknown in _ELSEWHERE:
+        return f"write {_ELSEWHERE[unknown].format(unknown)}, which takes it"
     near = difflib.get_close_matches(unknown, optional)
     near = near or [name for name in optional if unknown and unknown in name]
     return f"write {'= or '.join(near)}=" if near else f"its arguments are {', '.join(names)}"
 
 
 class MethodBlock(AbstractContextManager[T_co]):
-    """What a method that opens a block returns: it says so where it is taken for what is inside.
+    """What a method that opens a block returns: it says so unless it is entered, and only that.
 
     Parameters
     ----------
@@ -85,7 +92,7 @@ class MethodBlock(AbstractContextManager[T_co]):
     def __init__(self, manager: AbstractContextManager[T_co], name: str) -> None:
         self._manager: AbstractContextManager[T_co] | None = manager
         self._open: list[AbstractContextManager[T_co]] = []
-        self._name = name
+        self._name, self._is_told = name, False
 
     def __enter__(self) -> T_co:
         if self._manager is None:
@@ -98,9 +105,17 @@ class MethodBlock(AbstractContextManager[T_co]):
     def __exit__(self, *exception: Any) -> bool | None:
         return self._open.pop().__exit__(*exception)
 
+    def __del__(self) -> None:
+        if self._manager is not None and not self._is_told:
+            warn(f"nothing has happened, since the block was never entered: {self}")
+
+    def __repr__(self) -> str:
+        # What is shown of it in a notebook.
+        self._is_told = True
+        return f"{self._name}() opens a block: write `with rnet.{self._name}(...) as {self._name}:`"
+
     def _refuse(self, kind: type[Exception]) -> Exception:
-        text = f"{self._name}() opens a block: write `with rnet.{self._name}(...) as {self._name}:`"
-        return caught_as(ArgumentError, kind(), f"{text}, and read what comes behind `as`")
+        return caught_as(ArgumentError, kind(), f"{self}, and read what comes behind `as`")
 
     def __getattr__(self, name: str) -> Any:
         raise self._refuse(AttributeError)

@@ -269,6 +269,57 @@ def test_other_modes_around_and_inside() -> None:
     assert same_bits(rnet.activations["/sin"], net.block(torch.ones(3, 4) * (X + 1)).sin())
 
 
+def test_the_calls_of_a_module_may_call_different_functions() -> None:
+    class Either(nn.Module):
+        def forward(self, x: Tensor, is_first: bool) -> Tensor:
+            return x.sin() + 1 if is_first else x.cos()
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.either(net.either(x, True), False)  # type: ignore[no-any-return]
+
+    rnet = wrap(Net(forward, either=Either()), "either/*")
+    for _ in range(3):
+        rnet(X)
+        assert same_bits(rnet.activations["1-1/sin"], X.sin())
+        assert same_bits(rnet.activations["1-2/cos"], (X.sin() + 1).cos())
+
+
+class Doubling(TorchFunctionMode):
+    """Computes something of its own with what a linear layer returns."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return output.mul(2) if func is nn.functional.linear else output
+
+
+def test_what_a_mode_around_a_module_computes_is_no_operation_of_it() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        with Doubling():
+            hidden = net.block(x)
+            inside = nn.functional.linear(hidden, net.block.linear.weight)
+        with contextlib.suppress(RuntimeError), Doubling():
+            net.block(x[:, :1])
+        return net.block(inside.exp())
+
+    net = Net(forward, block=Block())
+    rnet = wrap(net)
+    names = [f"{row.layer.name}/{row.function}:{row.index}" for row in rnet.operations().values()]
+    assert names == [
+        *("block.linear/linear:0", "block/gelu:0", "block/add:0", "/linear:0", "/mul:0"),
+        *("/getitem:0", "/exp:0", "block.linear/linear:0", "block/gelu:0", "block/add:0"),
+    ]
+    rnet.record("*/*")
+    block = net.block
+    for _ in range(2):
+        rnet(X)
+        assert torch._C._len_torch_function_stack() == 0
+        doubled = nn.functional.linear(X, block.linear.weight, block.linear.bias) * 2
+        assert same_bits(rnet.activations["2-1/linear:0"], doubled)
+        hidden = nn.functional.gelu(doubled) + X
+        expected = nn.functional.linear(hidden, block.linear.weight) * 2
+        assert same_bits(rnet.activations["/mul"], expected)
+
+
 def test_a_default_device_does_not_reach_copies() -> None:
     net = Body()
     rnet = wrap(net)

@@ -360,15 +360,28 @@ def test_another_shape_can_not_be_written_where_an_operation_wrote(name: str) ->
         rnet(x, activation_postproc={f"/{name}": lambda value: value[:, :1]})
 
 
-def test_an_operation_that_writes_to_several_tensors_is_not_changed() -> None:
-    def function(h: Tensor) -> Tensor:
-        values, indices = torch.empty(3), torch.empty(3, dtype=torch.long)
-        torch.max(h.detach(), -1, out=(values, indices))
-        return h * values[:, None]
+@pytest.mark.parametrize("name", ["max", "sort", "topk"])
+def test_what_replaces_several_outputs_is_written_to_all_of_them(name: str) -> None:
+    called = {
+        "max": lambda h, out: torch.max(h, -1, True, out=out),
+        "sort": lambda h, out: torch.sort(h, out=out),
+        "topk": lambda h, out: torch.topk(h, k=2, out=out),
+    }[name]
 
-    rnet, x = recorder(function, "max"), torch.randn(3, 4)
-    with pytest.raises(PostprocessorError, match="max writes to several tensors"):
-        rnet(x, activation_postproc={"/max": lambda pair: type(pair)((pair[0] * 2, pair[1]))})
+    def function(h: Tensor, change: Callable[[Tensor], Any] = lambda pair: pair) -> Tensor:
+        values, indices = torch.empty(0), torch.empty(0, dtype=torch.long)
+        called(h.detach(), (values, indices))
+        changed = change((values, indices))
+        return h[:, :1] * changed[0] + changed[1]
+
+    def change(pair: Any) -> Any:
+        return pair[0] * 2, pair[1] + 1
+
+    rnet, x = recorder(function, name), torch.randn(3, 4)
+    mine = rnet(x, activation_postproc={f"/{name}": lambda pair: type(pair)(change(pair))})
+    assert same_bits(mine, fresh(lambda h: function(h, change))(x))
+    with pytest.raises(PostprocessorError, match=f"{name} writes to 2 of its arguments"):
+        rnet(x, activation_postproc={f"/{name}": lambda pair: type(pair)(pair[:1] * 2)})
 
 
 def test_post_processors_that_work_in_place_get_a_copy() -> None:

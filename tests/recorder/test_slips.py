@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import scio_recorder
 from scio_recorder import (
+    ActivationCheckpointer,
     CollectError,
     ComparisonError,
     FlowError,
@@ -124,8 +126,19 @@ def read_too_early() -> Any:
         return collection.recording
 
 
-def replaced() -> None:
-    rnet = recorder("2")
+def inside_with(read: Callable[[Recorder], Any]) -> Any:
+    with recorder("0") as rnet:
+        rnet.net(X)
+        return read(rnet)
+
+
+def collected_in_block() -> Any:
+    with recorder("0").collecting() as collection:
+        return collection["0"]
+
+
+def replaced(calls: Any = "labelled") -> None:
+    rnet = recorder("2", calls=calls)
     rnet.net[2] = nn.Linear(3, 2)  # type: ignore[operator]  # a Sequential
     rnet(X)
 
@@ -158,6 +171,15 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Recorder(gpt2(), input_data="a text"), LabellingError, "tokenizer(texts, return_ten"),
     (lambda: Recorder(gpt2(), input_size=(1, 4)), LabellingError, "dtypes=[torch.long]"),
     (lambda: Recorder(nn.DataParallel(net()), input_size=(1, 4)), UnsupportedNetError, ".module"),
+    (lambda: Recorder(recorder(), input_size=(1, 4)), UserWarning, "write Recorder(rnet.net, ...)"),
+    (lambda: recorder().load_state_dict(net().state_dict()), ArgumentError, "rnet.net.load_state"),
+    (
+        lambda: recorder().load_state_dict(net().state_dict(), strict=False),
+        RuntimeError,
+        "write rnet.net.load_state_dict(...)",
+    ),
+    (lambda: setattr(recorder(), "net", net()), AttributeError, "another Recorder(net, ...)"),
+    (lambda: setattr(recorder(), "recording", ["0"]), ArgumentError, "by rnet.record(...)"),
     # -- choosing layers
     (lambda: recorder("layer1"), LayerNotFoundError, "there are '0', '1', '2'"),
     (lambda: recorder(1, 3), SelectorTypeError, "write record((1, 3))"),
@@ -168,6 +190,9 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: recorder("ReLU"), LayerNotFoundError, "give the class ReLU"),
     (lambda: recorder(r"^\d$"), LayerNotFoundError, "given compiled, as re.compile(...)"),
     (lambda: recorder(None), SelectorTypeError, "a selector is (1, 3)"),
+    (lambda: recorder((1, 2, 3)), SelectorTypeError, "as in record((1, 2), (1, 3))"),
+    (lambda: recorder([1, 3]), SelectorTypeError, "in its own parentheses"),
+    (lambda: recorder("0", input_data=X), ArgumentError, "write Recorder(net, input_data=...)"),
     (lambda: recorder("0", input=True), TypeError, "write inputs="),
     (lambda: recorder("0", grads=True), ArgumentError, "write gradients="),
     (lambda: recorder("0", attn=True), ArgumentError, "write attention="),
@@ -177,13 +202,28 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     # -- running and reading
     (lambda: ran().activations["0"], LayerNotFoundError, "Choose layers with rnet.record()"),
     (lambda: recorder("0").activations["0"], LayerNotFoundError, "run the net with rnet(x)"),
-    (lambda: ran("0").activations["2"], LayerNotFoundError, 'rnet.record("1-3", ...)'),
+    (
+        lambda: ran("0").activations["2"],
+        LayerNotFoundError,
+        'rnet.record(*rnet.recording, "1-3"), and',
+    ),
+    (
+        lambda: ran("0", inputs=True).inputs["2"],
+        LayerNotFoundError,
+        'rnet.record(*rnet.recording, "1-3", inputs=True)',
+    ),
+    (lambda: ran("0").activations["*"], LayerNotFoundError, "patterns are for record(...)"),
     (lambda: ran("0").activations[0], LayerNotFoundError, 'here "0"'),
     (lambda: ran("0").inputs["0"], LayerNotFoundError, "record(..., inputs=True)"),
     (lambda: ran("0", gradients=True).gradients["0"], LayerNotFoundError, "loss.backward()"),
     (without_gradients, LayerNotFoundError, "outside of torch.no_grad()"),
     (assigned, ArgumentError, "activation_postproc={'0': lambda output: ...}"),
-    (closed, LayerNotFoundError, "Choose layers with rnet.record()"),
+    (closed, LayerNotFoundError, "write no such block"),
+    (
+        lambda: inside_with(lambda rnet: rnet.activations["0"]),
+        LayerNotFoundError,
+        "inside `with rnet.watch() as passes:`",
+    ),
     (lambda: recorder("0").activation, AttributeError, "the closest name is 'activations'"),
     (lambda: ran("0").activations.shape, AttributeError, "write [label].shape"),
     (lambda: recorder("0").layers, AttributeError, "write rnet.architecture"),
@@ -194,14 +234,23 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: recorder("0")(X.double()), RuntimeError, "as x.to(torch.float32) does"),
     (lambda: recorder("0")(X, dont_recrd=True), TypeError, "the closest name is 'dont_record'"),
     (lambda: text("*.mlp")({"input_ids": IDS}), AttributeError, "write rnet(**batch)"),
-    (replaced, FlowError, "replaced by a fused kernel"),
+    (replaced, FlowError, "Label the changed network anew"),
+    (lambda: replaced("any"), FlowError, "Label the changed network anew"),
+    (lambda: recorder("0")(torch.ones(6, 5)), RuntimeError, "Layer 1-1 0 (Linear) raised this"),
+    (lambda: recorder("0")("a text"), TypeError, "write rnet(**tokenizer(texts, return_tens"),
+    (lambda: text("*.mlp")(["a", "b"]), AttributeError, "write rnet(**tokenizer(texts, ret"),
+    (lambda: recorder("0")(X.tolist()), TypeError, "write rnet(torch.tensor(x))"),
+    (lambda: recorder("0")(), TypeError, "was given no input: write one, as in rnet(x)"),
+    (lambda: recorder("0").extract(), TypeError, "write one, as in rnet(x)"),
+    (lambda: recorder("0").check(), TypeError, "write one, as in rnet(x)"),
     (lambda: attended().weights("all"), ArgumentError, "leave it out for all"),
     (lambda: attended().weights(heads=[9]), ArgumentError, "there is no head [9] of 2"),
     (lambda: attended()[0], TypeError, "write rnet.attention[layer].weights()"),
     (lambda: recorder().extract(X), SelectorTypeError, "choose layers with record(...) first"),
     # -- changing
-    (lambda: post({"2": Clip(0.5)}), PostprocessorError, "record() it too"),
+    (lambda: post({"2": Clip(0.5)}), PostprocessorError, "rnet.record(*rnet.recording, '2')"),
     (lambda: post({"two": Clip(0.5)}), LayerNotFoundError, "there are '0', '1', '2'"),
+    (lambda: post({"clip": Clip(0.5)}), LayerNotFoundError, "Without keys, it is for all"),
     (lambda: recorder()(X, activation_postproc=torch.relu), UserWarning, "record(...) first"),
     (lambda: post(Clip), PostprocessorError, "write Clip()"),
     (lambda: post(torch.zeros(3)), PostprocessorError, "give a callable for all recorded layers"),
@@ -228,7 +277,8 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: collect(text("*.mlp"), [IDS, IDS[:, :3]]), CollectError, "write rows=Tokens()"),
     (lambda: collect(sotre="host"), ArgumentError, "write store="),
-    (lambda: collect(batch_size=4), ArgumentError, "its arguments are batches, store, reduce"),
+    (lambda: collect(batch_size=4), ArgumentError, "write DataLoader(dataset, batch_size=...)"),
+    (lambda: collect(layers=["0"]), ArgumentError, "its arguments are batches, store, reduce"),
     (lambda: collect(store="gpu"), CollectError, 'write store="device"'),
     (lambda: collect(store="ram"), CollectError, 'write store="host"'),
     (lambda: collect(store="a/run"), CollectError, 'write store="disk:a/run"'),
@@ -238,12 +288,14 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: collect(resume=True), CollectError, 'write store="disk:PATH"'),
     (lambda: collect(reduce="mean"), CollectError, "write reductions.Mean()"),
     (lambda: collect(reduce=reductions.Mean), CollectError, "write Mean()"),
-    (lambda: collect(reduce={"2": reductions.Mean()}), CollectError, "record() it too"),
+    (lambda: collect(reduce={"2": reductions.Mean()}), CollectError, "record it too, by rnet."),
+    (lambda: collect(reduce={"mean": reductions.Mean()}), LayerNotFoundError, "choose layers"),
+    (lambda: collect(rows=Tokens(mask=X)), CollectError, "write a name in the batch, such as"),
     (lambda: collect(rows="tokens"), CollectError, "give scio_recorder.Tokens(...)"),
     (lambda: collect(rows=Nodes), CollectError, "write rows=Nodes()"),
     (lambda: collect(rows=Tokens(fields="input_ids")), CollectError, '("input_ids",)'),
     (lambda: collect(transform=lambda x, batch: None), CollectError, "return a tensor [batch, ..."),
-    (lambda: collect(transform=lambda x: x), CollectError, "transform(activation, batch)"),
+    (lambda: collect(transform=lambda x: x), CollectError, "such as lambda activation, batch:"),
     (lambda: collect(transform=lambda x, batch: x.mean()), CollectError, "let it return [batch"),
     (lambda: collect(to_inputs=X), CollectError, "write to_inputs=lambda batch: ..."),
     (lambda: collect(max_batches="2"), CollectError, "give a whole number from 1 on"),
@@ -254,8 +306,16 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: collect()["2"],
         LayerNotFoundError,
-        "...) before rnet.collect(...)",
+        'rnet.record(*rnet.recording, "1-3") before rnet.collect(...)',
     ),
+    (lambda: collect().reductions["0"], LayerNotFoundError, "rnet.collect(batches, reduce=...)"),
+    (lambda: collect().relative_errors["0"], LayerNotFoundError, "collect(batches, dtype=...)"),
+    (
+        lambda: collect(reduce=reductions.Moments()).reductions["0"].mean,
+        AttributeError,
+        "which recording[label] is too, is that of .compute()",
+    ),
+    (lambda: collect().loader("0", batch_size=2)["0"], TypeError, "write `for batch in loader:`"),
     (lambda: collect().activations, AttributeError, 'write recording["1-3"]'),
     (lambda: collect().rows["position"], KeyError, "it was made without rows="),
     (lambda: collect().plot("bars"), ArgumentError, 'write "histograms" or "depth"'),
@@ -291,11 +351,17 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: recorder("0").watch(postproc=torch.relu), ArgumentError, "write activation_postproc="),
     (lambda: recorder("0").watch()[0], TypeError, "write `with rnet.watch(...)"),
     (lambda: watched()["0"], SelectorTypeError, "write passes[-1]['0']"),
-    (lambda: watched()[-1]["2"], LayerNotFoundError, 'rnet.record("1-3", ...)'),
+    (lambda: watched().activations, AttributeError, "so write passes[-1][label]"),
+    (collected_in_block, TypeError, "write collection.recording['0'], after the block"),
+    (lambda: watched()[-1]["2"], LayerNotFoundError, 'rnet.record(*rnet.recording, "1-3")'),
     (lambda: watched().cat("0", dim=7), ArgumentError, "write another dim="),
     (read_too_early, CollectError, "read `recording` after it"),
     (lambda: sweep(position=[0]), ArgumentError, "write positions="),
-    (lambda: sweep(metric="loss"), ComparisonError, "give a function of the network's output"),
+    (lambda: sweep(metric="loss"), ComparisonError, "such as lambda output: output[0, 3]"),
+    (lambda: sweep(metric=print), ComparisonError, "it must return one real number"),
+    (lambda: sweep(metric=lambda output: output.logits), AttributeError, "tensor of shape (6, 2)"),
+    (lambda: sweep(metric=nn.MSELoss()), ComparisonError, "the metric, given the network's output"),
+    (lambda: ActivationCheckpointer(4), ArgumentError, "write CheckpointConfig(every=...)"),  # type: ignore[arg-type]  # a number
     (lambda: sweep(metric=lambda output: output), ComparisonError, "such as output[0, 3]"),
     (lambda: recorder("0").sweep(X, X), ArgumentError, "arguments are clean, corrupted, metric"),
     (lambda: track(net(), gradients=True), ArgumentError, "write grad="),
@@ -316,3 +382,23 @@ def test_slips_are_answered(
     # Torch's or Python's own error has a note of ours, or comes from an attribute that we look up.
     assert isinstance(error, RecorderError | AttributeError | UserWarning) or notes
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("method", ["guard", "watch", "collecting", "saved_tensors"])
+def test_a_block_that_is_never_entered_says_so(method: str) -> None:
+    rnet = recorder("0")
+
+    def drop() -> None:
+        getattr(rnet, method)(*["0"] * (method == "saved_tensors"))
+
+    with pytest.warns(UserWarning, match=f"never entered: .*`with rnet.{method}") as caught:
+        drop()
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
+    # One that was shown, as in a notebook, has said it, and one that was entered need not.
+    with warnings.catch_warnings(record=True) as others:
+        warnings.simplefilter("always")
+        assert "`with rnet.guard(...)" in repr(rnet.guard())
+        with rnet.guard() as guard:
+            rnet(X)
+        assert guard.origin is None
+    assert not others
