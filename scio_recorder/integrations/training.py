@@ -254,8 +254,9 @@ class GuardedTraining:
             raise ArgumentError(
                 f"rnet is a {type(rnet).__name__}: write GuardCallback(Recorder(net, ...))"
             )
-        # Refuses keywords that it doesn't know, and does nothing else before its block.
-        rnet.guard(**options)
+        # Refuses keywords that it doesn't know, and does nothing else before its block. One that was
+        # shown does not warn that it was never entered.
+        repr(rnet.guard(**options))
         self.guard: Guard | None = None
         self._rnet, self._options = rnet, options
         self._block = ExitStack()

@@ -453,7 +453,14 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load what ``state_dict`` of a recorder returned, as ``torch.nn.Module`` does.
+        """Load weights, as ``torch.nn.Module`` does.
+
+        Parameters
+        ----------
+        state_dict : mapping
+            Weights by their names in a recorder, which begin with ``_net.``.
+        strict, assign : bool
+            As ``torch.nn.Module.load_state_dict`` takes them.
 
         Raises
         ------

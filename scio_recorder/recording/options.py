@@ -247,8 +247,8 @@ class LayerOptions:
             self.transforms[label] = partial(self.run_aside, function)
             if not takes(function, 2):
                 raise CollectError(
-                    f"the transform of layer {self.architecture[label]} is {function!r}: write a "
-                    "function transform(activation, batch) -> Tensor [batch, ...], such as "
+                    f"the transform of layer {self.architecture[label]} is {function!r}: it must "
+                    "be callable, transform(activation, batch) -> Tensor [batch, ...], such as "
                     "lambda activation, batch: activation[:, 0]"
                 )
         # The layers of which transforms are given the attention.

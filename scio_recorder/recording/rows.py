@@ -483,8 +483,8 @@ class Rows(abc.ABC):
             is_missing = value is None and what in arguments
             if not (is_missing or isinstance(value, str) or callable(value)):
                 raise CollectError(
-                    f"{what}={value!r:.99}: write a name in the batch, such as "
-                    f'"attention_mask", or a function of the batch, {what}=lambda batch: ...'
+                    f'{what}={value!r:.99}: give a name in the batch, such as "attention_mask", '
+                    "or a function of the batch, lambda batch: ..."
                 )
         for name, _ in self._pairs():
             if not isinstance(name, str) or name in ("", ".", "..", *_OWN) or "\0" in name:

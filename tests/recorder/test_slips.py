@@ -290,7 +290,7 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: collect(reduce=reductions.Mean), CollectError, "write Mean()"),
     (lambda: collect(reduce={"2": reductions.Mean()}), CollectError, "record it too, by rnet."),
     (lambda: collect(reduce={"mean": reductions.Mean()}), LayerNotFoundError, "choose layers"),
-    (lambda: collect(rows=Tokens(mask=X)), CollectError, "write a name in the batch, such as"),
+    (lambda: collect(rows=Tokens(mask=X)), CollectError, "or a function of the batch, lambda"),
     (lambda: collect(rows="tokens"), CollectError, "give scio_recorder.Tokens(...)"),
     (lambda: collect(rows=Nodes), CollectError, "write rows=Nodes()"),
     (lambda: collect(rows=Tokens(fields="input_ids")), CollectError, '("input_ids",)'),
