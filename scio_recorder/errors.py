@@ -64,8 +64,9 @@ __all__ = [
     "UnsupportedTorchError",
 ]
 
-# Packages between the user's line and the warning: torch's modules, blocks and this package.
-_BETWEEN = ("contextlib", "scio_recorder", "torch")
+# Packages between the user's line and the warning: torch's modules, blocks, objects that are
+# dropped, and this package.
+_BETWEEN = ("contextlib", "scio_recorder", "torch", "weakref")
 
 
 class RecorderError(Exception):

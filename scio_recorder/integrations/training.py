@@ -254,9 +254,8 @@ class GuardedTraining:
             raise ArgumentError(
                 f"rnet is a {type(rnet).__name__}: write GuardCallback(Recorder(net, ...))"
             )
-        # Refuses keywords that it doesn't know, and does nothing else before its block. One that was
-        # shown does not warn that it was never entered.
-        repr(rnet.guard(**options))
+        # Refuses keywords that it doesn't know, and makes no block that must be entered.
+        rnet.guard.__wrapped__(rnet, **options)
         self.guard: Guard | None = None
         self._rnet, self._options = rnet, options
         self._block = ExitStack()

@@ -92,12 +92,15 @@ class MethodBlock(AbstractContextManager[T_co]):
     def __init__(self, manager: AbstractContextManager[T_co], name: str) -> None:
         self._manager: AbstractContextManager[T_co] | None = manager
         self._open: list[AbstractContextManager[T_co]] = []
-        self._name, self._is_told = name, False
+        self._name = name
+        text = f"nothing has happened, since the block was never entered: {self!r}"
+        self._unentered = weakref.finalize(self, warn, text)
 
     def __enter__(self) -> T_co:
         if self._manager is None:
             raise ArgumentError(f"a block is entered once: write rnet.{self._name}(...) again")
         self._open, self._manager = [self._manager], None
+        self._unentered.detach()
         # Also at the interpreter's exit: when objects are gone there, so are modules.
         weakref.finalize(self, _end, self._open)
         return self._open[0].__enter__()
@@ -105,16 +108,11 @@ class MethodBlock(AbstractContextManager[T_co]):
     def __exit__(self, *exception: Any) -> bool | None:
         return self._open.pop().__exit__(*exception)
 
-    def __del__(self) -> None:
-        if self._manager is not None and not self._is_told:
-            warn(f"nothing has happened, since the block was never entered: {self}")
-
     def __repr__(self) -> str:
-        # What is shown of it in a notebook.
-        self._is_told = True
         return f"{self._name}() opens a block: write `with rnet.{self._name}(...) as {self._name}:`"
 
     def _refuse(self, kind: type[Exception]) -> Exception:
+        self._unentered.detach()
         return caught_as(ArgumentError, kind(), f"{self}, and read what comes behind `as`")
 
     def __getattr__(self, name: str) -> Any:

@@ -130,6 +130,8 @@ def test_another_network_is_no_training_of_this_one(fit: Fit, library: Any, tmp_
 def test_what_is_no_recorder_is_refused_at_once(library: Any, wrong: Any) -> None:
     with pytest.raises(ArgumentError, match=r"write GuardCallback\(Recorder\(net, \.\.\.\)\)"):
         library.GuardCallback(wrong)
+    with pytest.raises(ArgumentError, match="write gradients="):
+        library.GuardCallback(recorder(Model()), grads=True)
 
 
 def test_skipped_steps_are_counted(tmp_path: Path) -> None:
