@@ -929,7 +929,7 @@ class Collecting(nn.Module):
 
         return recompute_pass(self.capture, selectors)
 
-    @opens_block
+    @names_arguments
     def saved_tensors(
         self,
         *selectors: Any,
