@@ -154,6 +154,21 @@ def test_every_pass_and_every_backward_counts() -> None:
     assert len(seen) == 4
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_gradients_of_nested_tensors() -> None:
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        return torch.nested.as_nested_tensor([x[:1] * 2, x[1:]], layout=torch.jagged)
+
+    x = torch.randn(3, 4, requires_grad=True)
+    rnet = Recorder(nn.Sequential(Net(forward)), input_data=x)
+    rnet.record("0", gradients=True)
+    (rnet(x).values() * torch.tensor([[5.0], [6.0], [7.0]])).sum().backward()
+    expected = torch.tensor([[5.0], [6.0], [7.0]]).expand(3, 4)
+    assert torch.equal(rnet.gradients["0"].values(), expected)
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.tensor([[10.0], [6.0], [7.0]]).expand(3, 4))
+
+
 def test_layers_without_a_gradient_are_absent() -> None:
     net = Net(lambda net, x: (net.used(x), net.unused(x)), used=mlp(), unused=mlp())
     rnet = recorded(net, "used", "unused")

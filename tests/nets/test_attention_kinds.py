@@ -113,6 +113,17 @@ def test_samples_come_first(
     torch.testing.assert_close(rnet.attention["0"].weights().double(), expected)
 
 
+@pytest.mark.parametrize("num_samples", [2, 3])
+def test_inputs_with_heads_second(num_samples: int) -> None:
+    x = torch.randn(num_samples, 3, 5, 4)
+    with pytest.raises(LayerNotFoundError, match="nothing shows"):
+        recorded(lambda x: eager(x.transpose(0, 1)), x)
+    rnet = recorded(lambda x: eager(x) + 0, x)
+    rnet(x)
+    expected = softmax_by_hand(x @ x.mT)
+    torch.testing.assert_close(rnet.attention["0"].weights().double(), expected)
+
+
 def test_a_network_with_positions_first() -> None:
     def run(x: Tensor) -> Tensor:
         return kernel(x.permute(1, 2, 0, 3)) + 0

@@ -56,17 +56,17 @@ def checked_order(
         for label, seen in attention.items()
         if seen.sizes and not seen.sizes[0] == num_samples != seen.sizes[-3]
     }
+    others: set[OperationIdx] = set()  # those in which samples are where heads should be
     # Some networks have positions first.
     for dim in range(min(2, dense[0].dim()) if dense else 0):
         if not doubted:
             break
         with contextlib.suppress(LabellingError):
             again = run(_twice(inputs, dim, dense[0].shape[dim]))
-            doubted = {
-                label: sizes
-                for label, sizes in doubted.items()
-                if label not in again or not _has_twice_the_samples(again[label].sizes, sizes)
-            }
+            more = {at: (again[at].sizes, sizes) for at, sizes in doubted.items() if at in again}
+            others |= {at for at, (after, before) in more.items() if _is_twice(after, before, -3)}
+            shown = {at for at, (after, before) in more.items() if _is_twice(after, before, 0)}
+            doubted = {at: doubted[at] for at in doubted if at in others or at not in shown}
     refusal = (
         "the weights are {}, and nothing shows that these are [batch, ..., heads, queries, keys]"
     )
@@ -76,8 +76,11 @@ def checked_order(
     }
 
 
-def _has_twice_the_samples(sizes: tuple[int, ...], before: tuple[int, ...]) -> bool:
-    return len(sizes) == len(before) and sizes[0] == 2 * before[0] and sizes[-3] == before[-3]
+def _is_twice(sizes: tuple[int, ...], before: tuple[int, ...], at: int) -> bool:
+    """Whether of a batch and heads one is twice as many as before, and the other as many."""
+    expected = [*before]
+    expected[at] *= 2
+    return len(sizes) == len(before) and (sizes[0], sizes[-3]) == (expected[0], expected[-3])
 
 
 def _twice(inputs: Inputs, dim: int, length: int) -> Inputs:
