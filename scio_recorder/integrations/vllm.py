@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -232,9 +232,20 @@ def _architecture(layers: Sequence[str | int | DepthIdx]) -> Architecture:
     names = [str(label_of(key) or key) for key in layers]
     if not names or min(len(set(names)), len(set(labels))) < len(names):
         raise ArgumentError(f"layers={layers!r}: give each layer a name or a label of its own")
-    side_by_side = [
+    return side_by_side(dict(zip(names, labels, strict=True)))
+
+
+def side_by_side(labels: Mapping[str, DepthIdx]) -> Architecture:
+    """Return an architecture of layers with these names and labels, side by side.
+
+    Examples
+    --------
+    >>> [str(layer) for layer in side_by_side({"a": (1, 1)}).values()]
+    ['1-1 a (HiddenStates)']
+    """
+    rows = [
         Layer(
-            label=label,
+            label=Label(label),
             name=name,
             module=None,
             type_name="HiddenStates",
@@ -245,6 +256,6 @@ def _architecture(layers: Sequence[str | int | DepthIdx]) -> Architecture:
             completion=place,
             output_spec=None,
         )
-        for place, (label, name) in enumerate(zip(labels, names, strict=True))
+        for place, (name, label) in enumerate(labels.items())
     ]
-    return Architecture(side_by_side, {layer.name: (layer.label,) for layer in side_by_side})
+    return Architecture(rows, {layer.name: (layer.label,) for layer in rows})

@@ -6,7 +6,7 @@ these: without a call of them, nothing of theirs is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     import zarr
     from torch import nn
 
+    from scio_recorder.analysis.auditing.finding import Audit
     from scio_recorder.postprocessors.assigning import Postprocessors
+    from scio_recorder.recording.rows import Rows
 
 # Bytes that are read together if all of a layer is read: few enough that the next ones get the same
 # memory, and the number of such reads at once from a bucket.
@@ -444,6 +446,79 @@ class Readable(LayerMapping[Any]):
         from scio_recorder.recompute.recomputing import Recomputation
 
         return Recomputation(self, rnet, selectors, activation_postproc).batches()
+
+    def audit(
+        self,
+        rnet: nn.Module,
+        batches: Iterable[Any],
+        *,
+        match: Mapping[str, str] | None = None,
+        to_inputs: Callable[[Any], Any] | None = None,
+        sample_ids: Callable[[Any], Any] | None = None,
+        rows: Rows | None = None,
+    ) -> Audit:
+        """Find which layer of a net each column really is, of a recording that others have made.
+
+        The net runs on samples of the recording under ``no_grad``, in its current mode, and is left
+        as it was. A column is expected to be the layer that its name says: exactly, or by an ending
+        that only one name has (``"layers.3"`` is ``model.layers.3``). ``"hidden_states.4"`` is
+        what block 4 receives, as in transformers. What rounding explains is measured by a copy of
+        the net in the precision that the numbers of a column show.
+
+        Parameters
+        ----------
+        rnet : Recorder
+            A recorder of the net; its own selection does not matter.
+        batches : iterable
+            Samples of the recording, as for ``collect``; they need not be all of them.
+        match : mapping, optional
+            Names or globs of columns -> names of the net, such as ``{"blocks.*": "h.*"}``.
+        to_inputs : callable, optional
+            As for ``collect``.
+        sample_ids : callable, optional
+            ``batch ->`` an id for each sample, by which samples are paired. By default samples are
+            numbered from 0 on.
+        rows : Tokens or Nodes, optional
+            The rows that were recorded. By default tokens, unless rows are samples.
+
+        Returns
+        -------
+        Audit
+            Column -> finding: ``layer``, ``kind``, ``error``, ``rounding``, ``words``. It is
+            printed as a table. ``absent`` are layers that no column holds.
+
+        Raises
+        ------
+        ComparisonError
+            The recording lacks samples of the batches, or has only reductions; there are no
+            batches, or an argument is wrong.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from torch import nn
+        >>> from scio_recorder import Recorder
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> rnet = Recorder(net, input_size=(1, 4))
+        >>> rnet.record("0")
+        >>> x = torch.randn(6, 4)
+        >>> recording = rnet.collect([x])
+        >>> _ = recording["0"].copy_(net(x).detach())  # the layer behind it
+        >>> finding = recording.audit(rnet, [x])["0"]
+        >>> finding.kind, finding.layer.name
+        ('other layer', '1')
+        """
+        from scio_recorder.analysis.auditing.audit import audit
+
+        return audit(
+            self,
+            rnet,
+            batches,
+            match=match,
+            to_inputs=to_inputs,
+            sample_ids=sample_ids,
+            rows=rows,
+        )
 
     def to_arrow(self) -> pa.RecordBatchReader:
         """Return the samples of every layer that was not reduced, as Arrow record batches.

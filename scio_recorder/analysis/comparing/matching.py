@@ -55,7 +55,7 @@ def match_sides(
         They have no layer in common, or ``match`` has a name that is on no side.
     """
     own, other = reference.architecture, candidate.architecture
-    globs = _checked(match)
+    globs = checked_match(match)
     partners = {name: other.labels_of(_partner(name, globs, other)) for name in own.names}
     pairs, alone, split = list[Pair](), list[str](), list[str]()
     for label in own.in_order(reference.recorded or reference.labels):
@@ -87,7 +87,7 @@ def match_sides(
     return pairs, Unmatched((*mine, *reference.left_out), (*theirs, *candidate.left_out))
 
 
-def _checked(match: Mapping[str, str] | None) -> dict[str, str]:
+def checked_match(match: Mapping[str, str] | None) -> dict[str, str]:
     """Return names or globs and their partners, the most specific first."""
     if match is not None and not isinstance(match, Mapping):
         raise ComparisonError(
@@ -110,13 +110,13 @@ def _checked(match: Mapping[str, str] | None) -> dict[str, str]:
 def _partner(name: str, globs: Mapping[str, str], other: Architecture) -> str:
     """Return the first possible partner of a name that ran; a name is its own last."""
     for glob, partner in globs.items():
-        translated = _translated(name, glob, partner)
-        if translated is not None and other.labels_of(translated):
-            return translated
+        other_name = translated(name, glob, partner)
+        if other_name is not None and other.labels_of(other_name):
+            return other_name
     return name
 
 
-def _translated(name: str, glob: str, partner: str) -> str | None:
+def translated(name: str, glob: str, partner: str) -> str | None:
     """Return the name that a glob's partner stands for, if the glob matches a name."""
     match = _pattern(glob).fullmatch(name)
     if match is None:
@@ -170,7 +170,7 @@ def _refuse_strangers(
 def _refuse_unknown(globs: Mapping[str, str], own: Architecture, other: Architecture) -> None:
     """Refuse an entry that matches no name on a side: it is probably a typing error."""
     for glob, partner in globs.items():
-        partners = {_translated(name, glob, partner) for name in own.names} - {None}
+        partners = {translated(name, glob, partner) for name in own.names} - {None}
         if not partners:
             name, side, architecture = glob, "reference", own
         elif partners.isdisjoint(other.names):
