@@ -10,6 +10,7 @@ candidate's tensor of that name has, so that both copies have equal weights unle
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ _CASTS: Mapping[Any, torch.dtype] = {
     Tensor.float: torch.float32,
 }
 _SEED = 0
+_NOTHING = contextlib.nullcontext()
 
 # Returns what stands for a tensor of a copy, of which the original is given.
 Convert = Callable[[Tensor], Tensor]
@@ -48,9 +50,20 @@ def main_dtype(net: nn.Module) -> torch.dtype:
     return counts.most_common(1)[0][0] if counts else torch.get_default_dtype()
 
 
+def narrowest(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the narrowest floating dtype of some tensors; float64 if there is none."""
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float64)
+
+
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a network of a dtype is computed exactly."""
     return torch.float32 if dtype in HALF else torch.float64
+
+
+def device_type_of(net: nn.Module) -> str:
+    """Return the type of device of a network's first tensor."""
+    return next((x.device.type for x in [*net.parameters(), *net.buffers()]), "cpu")
 
 
 def convert(original: nn.Module, twin: nn.Module, new: Convert) -> None:
@@ -145,16 +158,18 @@ class ExactMode(TorchFunctionMode):
     ----------
     dtype : torch.dtype
         The wide one.
+    device_type : str
+        Where the network runs. Autocast is off there.
 
     Examples
     --------
-    >>> with ExactMode(torch.float64):
+    >>> with ExactMode(torch.float64, "cpu"):
     ...     torch.ones(1).half().dtype
     torch.float64
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, device_type: str) -> None:
+        self._dtype, self._device_type = dtype, device_type
         self._narrow = HALF if dtype is torch.float32 else {*HALF, torch.float32}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,7 +178,9 @@ class ExactMode(TorchFunctionMode):
             return args[0].to(self._dtype)
         args = tuple(map(self._wide, args))
         kwargs = {name: self._wide(value) for name, value in (kwargs or {}).items()}
-        output = func(*args, **kwargs)
+        casts = torch.is_autocast_enabled(self._device_type)
+        with torch.autocast(self._device_type, enabled=False) if casts else _NOTHING:
+            output = func(*args, **kwargs)
         is_narrow = type(output) is Tensor and output.dtype in self._narrow
         return output.to(self._dtype) if is_narrow else output
 

@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from scio_recorder.layer import RowIdx
-from scio_recorder.lowlevel import CallWrapper, random_state, restore_random, takes_hooks
+from scio_recorder.lowlevel import CallWrapper, Inputs, random_state, restore_random, takes_hooks
 from scio_recorder.tensors import Copies, fold, is_out_of_memory, is_plain, memories_of, version_of
 
 Place: TypeAlias = tuple[Any, ...]
@@ -94,26 +94,6 @@ def _joined(container: Any, parts: list[tuple[Any, dict[Place, Any]]]) -> dict[P
     return {(key, *at): leaf for key, inner in parts for at, leaf in inner.items()}
 
 
-def by_name(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return the arguments of a call, positional ones by the names that ``forward`` has for them.
-
-    Examples
-    --------
-    >>> by_name(nn.ReLU(), (1,), {})
-    {'input': 1}
-    """
-    try:
-        parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        parameters = dict[str, inspect.Parameter]().values()
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
-    named: dict[Any, Any] = {
-        (names[at] if at < len(names) else at): value for at, value in enumerate(args)
-    }
-    return named | dict(kwargs)
-
-
 def paired_places(own: Mapping[Place, Any], others: Mapping[Place, Any]) -> dict[Place, Place]:
     """Return the place of each tensor's partner, by the tensor's own place.
 
@@ -148,7 +128,9 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 
 
 def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
-    """Return a structure with other tensors, given by the ``id`` of each; caches stay the same.
+    """Return a structure with other tensors, given by the ``id`` of each.
+
+    Objects such as caches stay the same, and so do containers without such tensors.
 
     Examples
     --------
@@ -160,17 +142,17 @@ def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
 
 
 def _rebuilt(container: Any, parts: list[tuple[Any, Any]]) -> Any:
-    kind: Any = type(container)
+    kind, has_items = type(container), isinstance(container, tuple | list | Mapping)
+    old = [container[key] if has_items else getattr(container, key) for key, _ in parts]
+    items = [part for _, part in parts]
+    if all(map(is_, old, items)):
+        return container
     if isinstance(container, tuple):
-        items = [part for _, part in parts]
         is_plain_tuple = kind is tuple or hasattr(kind, "n_sequence_fields")
         return kind(items) if is_plain_tuple else tuple.__new__(kind, items)
     rebuilt = copy.copy(container)
     for key, part in parts:
-        if isinstance(container, list | Mapping):
-            rebuilt[key] = part
-        else:
-            object.__setattr__(rebuilt, key, part)
+        (operator.setitem if has_items else object.__setattr__)(rebuilt, key, part)
     return rebuilt
 
 
@@ -241,7 +223,7 @@ class NotingPass(PairedCalls):
         self, label: RowIdx, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run a call, with copies of what goes in and comes out."""
-        received = self._copied(places(by_name(module, args, kwargs)))
+        received = self._copied(places(Inputs(args, kwargs).named(module)))
         before = random_state() if self._notes_random else None
         output = call(*args, **kwargs)
         random = (before, random_state()) if self._notes_random else None
@@ -265,22 +247,6 @@ class Handing(NamedTuple):
     number: int
     owner: RowIdx
     receiver: RowIdx
-
-
-@dataclass
-class _Forced:
-    """A tensor of the network's own, and what a call receives in place of it."""
-
-    own: Tensor
-    value: Tensor
-
-    def __post_init__(self) -> None:
-        self._version = version_of(self.value)
-
-    def write_back(self) -> None:
-        """Write to the network's own tensor what the call has written to the other."""
-        if version_of(self.value) != self._version:
-            self.own.copy_(self.value)
 
 
 class ForcedPass(PairedCalls):
@@ -326,49 +292,55 @@ class ForcedPass(PairedCalls):
         known = self._reference.get(label)
         if known is None:
             return call(*args, **kwargs)
-        own = places(by_name(module, args, kwargs))
+        own = places(Inputs(args, kwargs).named(module))
         if _are_reordered(own, known.received):
             # What the owner returns shows whether that is right.
             self.reordered.add(label)
             return call(*args, **kwargs)
         forced = self._force_inputs(label, known, own)
-        new = {at: pair.value for at, pair in forced.items()}
+        # Some may be written to.
+        versions = [version_of(value) for _, value in forced]
+        new = {id(tensor): value for tensor, value in forced}
         if known.random is not None:
             restore_random(known.random[0])
         self._around.append(label)
         try:
-            output = call(*replaced(tuple(args), new), **replaced(dict(kwargs), new))
+            output = call(*replaced(args, new), **replaced(kwargs, new))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             self.failed[label] = f"{type(error).__name__}: {error}"
-            return self._instead(known, new)
+            return self._instead(known, new.values())
         finally:
             self._around.pop()
         if known.random is not None:
             restore_random(known.random[1])
-        return self._force_outputs(label, known, output, forced)
+        for (tensor, value), version in zip(forced, versions, strict=True):
+            if version_of(value) != version:
+                tensor.copy_(value)
+        return self._force_outputs(label, known, output, {id(value): x for x, value in forced})
 
     def _force_inputs(
         self, label: RowIdx, known: ReferenceCall, own: Mapping[Place, Any]
-    ) -> dict[int, _Forced]:
-        forced: dict[int, _Forced] = {}
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the network's own tensors, and what the call receives in place of each."""
+        forced: dict[int, tuple[Tensor, Tensor]] = {}
         pairs = paired_places(own, known.received)
         for at, tensor in own.items():
             if at in pairs:
                 if self._around:
                     self._make(self._around[-1], label, pairs[at], tensor)
-                if id(tensor) not in forced:
-                    forced[id(tensor)] = _Forced(tensor, _like(tensor, known.received[pairs[at]]))
+                value = _like(tensor, known.received[pairs[at]])
+                forced.setdefault(id(tensor), (tensor, value))
             elif isinstance(tensor, Tensor) and self._around:
                 self._alive.append(tensor)
                 for memory in memories_of(tensor):
                     number = self._numbers.setdefault(memory, len(self._numbers))
                     self.handings.append(Handing(number, self._around[-1], label))
-        return forced
+        return [*forced.values()]
 
     def _force_outputs(
-        self, label: RowIdx, known: ReferenceCall, output: Any, forced: Mapping[int, _Forced]
+        self, label: RowIdx, known: ReferenceCall, output: Any, own_inputs: Mapping[int, Tensor]
     ) -> Any:
         own = places(output)
         pairs = paired_places(own, known.returned)
@@ -376,17 +348,13 @@ class ForcedPass(PairedCalls):
         if reason is not None:
             self.failed[label] = reason
         new: dict[int, Tensor] = {}
-        in_place = {id(pair.value): pair for pair in forced.values()}
         for at, to in pairs.items():
-            tensor, value = own[at], known.returned[to]
+            tensor = own[at]
             self._make(label, None, to, tensor)
-            if id(tensor) in in_place:
-                tensor.copy_(_like(tensor, value))
-                new[id(tensor)] = in_place[id(tensor)].own
-            elif id(tensor) not in new:
-                new[id(tensor)] = _like(tensor, value)
-        for pair in forced.values():
-            pair.write_back()
+            value = _like(tensor, known.returned[to])
+            # Who works in place returns what it was given.
+            given = own_inputs.get(id(tensor))
+            new.setdefault(id(tensor), value if given is None else given.copy_(value))
         return replaced(output, new)
 
     def _make(self, owner: RowIdx, receiver: RowIdx | None, place: Place, tensor: Tensor) -> None:
@@ -394,9 +362,9 @@ class ForcedPass(PairedCalls):
         slot = Slot(owner, receiver, place, is_whole and tensor.dtype is not torch.bool)
         self.made[slot] = self._copies.of(tensor)
 
-    def _instead(self, known: ReferenceCall, received: Mapping[int, Tensor]) -> Any:
+    def _instead(self, known: ReferenceCall, received: Iterable[Tensor]) -> Any:
         """Return what the reference's call returned, in the dtype of what this one received."""
-        like = next((x for x in received.values() if x.is_floating_point()), None)
+        like = next((tensor for tensor in received if tensor.is_floating_point()), None)
         new = {}
         for tensor in places(known.output).values():
             if isinstance(tensor, Tensor) and like is not None:

@@ -146,9 +146,9 @@ def _is_quantised(module: nn.Module | None) -> bool:
     """Whether the weights of a module are whole numbers, packed or scaled."""
     if module is None:
         return False
-    where = type(module).__module__
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     is_narrow = any(x.dtype.itemsize == 1 and x.dtype is not torch.bool for x in own)
+    where = " ".join(type(part).__module__ for part in (module, *own))
     return is_narrow or any(word in where for word in _QUANTISERS)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -26,10 +26,12 @@ from scio_recorder.analysis.comparing.exact import (
     Convert,
     ExactMode,
     convert,
+    device_type_of,
     exact_dtype,
     in_dtype,
     main_dtype,
     moved,
+    narrowest,
     partners,
     rounded,
 )
@@ -41,7 +43,6 @@ from scio_recorder.analysis.comparing.forced import (
     NotingPass,
     ReferenceCall,
     Slot,
-    by_name,
     places,
 )
 from scio_recorder.analysis.comparing.judging import Kind, SlotFigures, judged
@@ -58,7 +59,7 @@ from scio_recorder.analysis.comparing.sides import (
 )
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx
-from scio_recorder.lowlevel import NetState, is_sharded, run_copy, untouched
+from scio_recorder.lowlevel import Inputs, NetState, is_sharded, run_copy, untouched
 from scio_recorder.tensors import dtype_name, is_out_of_memory, is_plain, map_tensors
 
 # Entries of masks below it mean minus infinity, however that is written.
@@ -140,7 +141,7 @@ class LocalComparison:
             inputs = side.inputs(layer.label)
             if inputs is not None and partner.module is not None:
                 value = side.value(layer.label)
-                received = places(by_name(partner.module, *inputs))
+                received = places(inputs.named(partner.module))
                 calls[layer.label] = ReferenceCall(received, places(value), value)
         return calls
 
@@ -164,7 +165,7 @@ class LocalComparison:
         """Run the candidate as it is."""
         forced = ForcedPass(_call_labels(self._candidate, self._labels), self._calls)
         args, kwargs = self._candidate.inputs_for(block)
-        named = by_name(self._candidate.net, args, kwargs)
+        named = Inputs(args, kwargs).named(self._candidate.net)
         self._is_real = _real_positions(named.get("attention_mask"))
         with forced.around():
             self._candidate.net(*args, **kwargs)
@@ -179,21 +180,24 @@ class LocalComparison:
         """Run copies, and measure what they make."""
         reference: _Made = {}
         side, run = self._reference, partial(self._made_by_copy, block)
+        is_recorded, candidate = isinstance(side, RecordingSide), self._candidate
+        # Under autocast a network computes in a narrower dtype than its weights have.
+        low = narrowest([*native.values(), *(self._values(native).values() if is_recorded else ())])
+        is_low = low.itemsize < self._dtype.itemsize
         if isinstance(side, NetworkSide):
-            cast = run(side, self._cast, self._dtype)
+            cast = run(side, partial(in_dtype, dtype=low) if is_low else self._cast, low)
             self._measure("cast", self._values(cast), cast, block)
             reference = run(side, self._exactly_cast, self._exact)
             self._measure("rounding", self._values(reference), reference, block)
-        exact = run(self._candidate, self._exactly, self._exact)
+        exact = run(candidate, self._exactly, self._exact)
         self._measure("excess", self._values(exact), exact, block)
         self._measure("apart", reference, exact, block)
-        self._measure("moved", exact, run(self._candidate, self._moved, self._exact), block)
-        if isinstance(side, RecordingSide):
-            recorded = _narrowest(self._values(native).values())
-            if recorded.itemsize < self._dtype.itemsize:
-                native = run(self._candidate, lambda x: x.to(recorded), recorded)
+        self._measure("moved", exact, run(candidate, self._moved, self._exact), block)
+        if is_recorded:
+            if is_low:
+                native = run(candidate, partial(in_dtype, dtype=low), low)
             self._measure("cast", exact, native, block)
-            if recorded in HALF:
+            if narrowest(self._values(native).values()) in HALF:
                 # What the recording has lost is no error of an exact copy.
                 self._measure("low", exact, native, block)
 
@@ -231,16 +235,7 @@ class LocalComparison:
         self, block: SampleBlock, side: NetworkSide, new: Convert, dtype: torch.dtype
     ) -> _Made:
         """Return what a copy with other tensors makes; nothing if there can't be one."""
-        try:
-            kept = self._run_copy(block, side, new, dtype)
-        except (RuntimeError, TypeError) as error:
-            if is_out_of_memory(error):
-                raise ComparisonError(_no_room(side, dtype)) from error
-            # A device may lack the dtype.
-            self._notes[f"the {side.what} can't be computed in {dtype_name(dtype)}: {error}"] = None
-            return {}
-        if kept is None:
-            self._notes[f"the {side.what} can't be copied"] = None
+        kept = self._run_copy(block, side, new, dtype)
         return {} if kept is None else kept[0]
 
     def _run_copy(
@@ -265,14 +260,24 @@ class LocalComparison:
             module = None if layer is None or layer.module is None else twins[layer.module]
             with contextlib.ExitStack() as stack:
                 if dtype is self._exact:
-                    stack.enter_context(ExactMode(dtype))
+                    stack.enter_context(ExactMode(dtype, device_type_of(twin)))
                 if layer is not None and module is not None:
                     steps = stack.enter_context(traced(twin, layer, module, all_calls=False))
                 stack.enter_context(forced.around(module))
                 twin(*args, **kwargs)
             return forced.made, steps
 
-        return None if is_sharded(side.net) else run_copy(side.net, run)
+        try:
+            kept = None if is_sharded(side.net) else run_copy(side.net, run)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise ComparisonError(_no_room(side, dtype)) from error
+            # A device may lack the dtype.
+            self._notes[f"the {side.what} can't be computed in {dtype_name(dtype)}: {error}"] = None
+            return None
+        if kept is None:
+            self._notes[f"the {side.what} can't be copied"] = None
+        return kept
 
     def _values(self, made: _Made) -> _Made:
         """Return what the reference made in the place of what a pass has made."""
@@ -390,11 +395,6 @@ def _comparable(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     other = other.to(own.device)
     is_masked = (own <= _MASKED) & (other <= _MASKED)
     return own.masked_fill(is_masked, 0.0), other.masked_fill(is_masked, 0.0)
-
-
-def _narrowest(tensors: Iterable[Tensor]) -> torch.dtype:
-    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float64)
 
 
 def _no_room(side: NetworkSide, dtype: torch.dtype) -> str:
