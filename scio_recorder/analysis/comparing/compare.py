@@ -143,7 +143,8 @@ def compare(
     Returns
     -------
     Difference
-        ``first`` is the layer that makes the difference, None if nothing differs.
+        ``first`` is the layer that makes the difference, None if nothing differs. With
+        ``local=True``, ``faults`` are the layers that make an error of their own.
 
     Raises
     ------

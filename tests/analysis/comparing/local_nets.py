@@ -143,3 +143,49 @@ def fused(net: Transformer) -> Transformer:
     for block in other.blocks:
         block.attention = FusedAttention(block.attention)
     return other.eval()
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.up(x).relu())
+        return result
+
+
+class Experts(nn.Module):
+    """Sends each row to two of four experts, which are modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4), nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        mixed = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, which = torch.where(chosen == number)
+            mixed[rows] += weights[rows, which, None] * expert(x[rows])
+        return mixed
+
+
+class FusedExperts(nn.Module):
+    """The same with the weights of all experts in one tensor."""
+
+    def __init__(self, original: Experts) -> None:
+        super().__init__()
+        self.gate = copy.deepcopy(original.gate)
+        for name in ("up", "down"):
+            layers = [getattr(expert, name) for expert in original.experts]
+            for kind in ("weight", "bias"):
+                stacked = torch.stack([getattr(layer, kind).detach() for layer in layers])
+                setattr(self, f"{name}_{kind}", nn.Parameter(stacked))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        shares = torch.zeros(len(x), 4, dtype=x.dtype).scatter(1, chosen, weights)
+        up = torch.einsum("ni,eoi->eno", x, self.up_weight) + self.up_bias[:, None]
+        down = torch.einsum("eni,eoi->eno", up.relu(), self.down_weight) + self.down_bias[:, None]
+        return (shares.T[..., None] * down).sum(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ from tests.analysis.comparing.local_nets import (
     IDS,
     IMAGES,
     Attention,
+    Experts,
     FlashAttention,
+    FusedExperts,
     convolutional,
     fused,
     transformer,
@@ -430,6 +433,101 @@ def test_what_cannot_be_computed_exactly_is_judged_as_it_is() -> None:
     assert difference.local["1"].excess != difference.local["1"].excess
     port[1].weight.data[0] += 0.1
     assert names(judged(net, port, torch.randn(5, 4))) == ["1"]
+
+
+@pytest.mark.parametrize("is_reference", [False, True])
+def test_fused_experts_against_modules(is_reference: bool) -> None:
+    torch.manual_seed(0)
+    apart = Experts()
+    both: list[Any] = [FusedExperts(apart), apart] if is_reference else [apart, FusedExperts(apart)]
+    x = torch.randn(40, 8)
+    port = copy.deepcopy(both[1])
+    assert judged(both[0], port.bfloat16(), x).faults == ()
+    both[1].gate.weight.data *= 1.05
+    assert names(judged(both[0], both[1].bfloat16(), x)) == ["gate"]
+    with torch.no_grad():
+        for name, parameter in port.named_parameters():
+            if "down" in name:
+                parameter *= 1.2
+    assert names(judged(both[0], port, x)) == [""]
+
+
+class Autocast(nn.Module):
+    def __init__(self, net: nn.Module, *, casts: bool) -> None:
+        super().__init__()
+        self.net, self.casts = net, casts
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.casts):
+            return self.net(x)
+
+
+def test_autocast_inside_a_net_is_no_fault() -> None:
+    net, port = Autocast(transformer(), casts=False), Autocast(transformer(), casts=True)
+    assert judged(net, port, IDS).faults == ()
+    name = scaled(port.net)
+    assert names(judged(net, port, IDS)) == [f"net.{name}"]
+
+
+def test_inference_mode_inside_a_net() -> None:
+    class Inference(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = convolutional()
+
+        def forward(self, x: Tensor) -> Any:
+            with torch.inference_mode():
+                return self.net(x)
+
+    port = Inference()
+    assert judged(Inference(), copy.deepcopy(port).bfloat16(), IMAGES).faults == ()
+    port.net.norm.running_mean += 0.2
+    assert names(judged(Inference(), port.bfloat16(), IMAGES)) == ["net.norm"]
+
+
+class Locked(nn.Sequential):
+    """Can't be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_nets_that_cannot_be_copied_are_judged_as_they_are(is_alone: bool) -> None:
+    torch.manual_seed(0)
+    port = Locked()
+    net: nn.Module = nn.Sequential(*copy.deepcopy([*port])) if is_alone else Locked()
+    net.load_state_dict(port.state_dict())
+    x = torch.randn(30, 8)
+    difference = judged(net, port.bfloat16(), x)
+    assert difference.faults == ()
+    assert "Note that the candidate can't be copied." in str(difference)
+    port[2].weight.data *= 1.2
+    assert names(judged(net, port, x)) == ["2"]
+
+
+def test_memory_that_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("scio_recorder.analysis.comparing.local.convert", lacks)
+    net = nn.Sequential(nn.Linear(1024, 256))
+    with pytest.raises(ComparisonError, match=r"reference: .* 0\.00 GiB in bfloat16"):
+        judged(net, copy.deepcopy(net).bfloat16(), torch.randn(2, 1024))
+
+
+def test_nothing_that_pairs_is_an_error() -> None:
+    class Words(nn.Module):
+        def forward(self, x: Tensor) -> str:
+            return "many" if len(x) else "none"
+
+    with pytest.raises(ComparisonError, match="no layer can be judged"):
+        compare(
+            *(Recorder(Words(), input_size=(3, 2)) for _ in range(2)),
+            [torch.randn(3, 2)],
+            local=True,
+        )
 
 
 # -- recordings ------------------------------------------------------------------------------------
