@@ -63,10 +63,10 @@ from scio_recorder.lowlevel import Inputs, NetState, is_sharded, run_copy, untou
 from scio_recorder.tensors import dtype_name, is_out_of_memory, is_plain, map_tensors
 
 # Entries of masks below it mean minus infinity, however that is written.
-_REORDERED = "the candidate hands it rows in another order: see the layer around it"
 _MASKED = -1e4
 # Operations of exact copies differ beyond it; of so many faults they are looked for.
 _EXACT, _TRACED = 1e-4, 8
+_REORDERED = "the candidate hands it rows in another order: see the layer around it"
 _ALONE = "it has no partner, so it counts as a part of the layer around it"
 _T = TypeVar("_T")
 _Made = Mapping[Slot, Tensor]
