@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import mmap
+import os
 import pickle
 import sys
 import threading
@@ -469,3 +470,34 @@ def test_copies_checksums_and_writes_overlap(tmp_path, monkeypatch):
     assert begun == {"copy": chunks, "checksum": chunks * blocks, "write": chunks * blocks}
     monkeypatch.undo()
     assert torch.equal(recording["0-1"][:], torch.cat(data))
+
+
+def test_copies_go_on_while_the_disk_makes_a_chunk_durable(tmp_path, monkeypatch):
+    chunks, num_bytes = 4, 1 << 16
+    begun, changed = Counter(), threading.Condition()
+    fsync = folder.fsync
+
+    def begin_and_wait(stage, other, ahead):
+        with changed:
+            begun[stage] += 1
+            changed.notify_all()
+            wanted = min(begun[stage] + ahead, chunks)
+            assert changed.wait_for(lambda: begun[other] >= wanted, timeout=30), stage
+
+    def copying(activation, batch):
+        # That of the next chunk begins only while one is made durable.
+        begin_and_wait("copy", "sync", -1)
+        return activation
+
+    def syncing(descriptor):
+        if os.fstat(descriptor).st_size > num_bytes:
+            # A slow disk: it goes on when that copy has begun.
+            begin_and_wait("sync", "copy", 1)
+        fsync(descriptor)
+
+    monkeypatch.setattr(folder, "fsync", syncing)
+    rnet = Recorder(nn.Identity(), input_size=(1, num_bytes // 4))
+    rnet.record("0-1")
+    data = [torch.full((1, num_bytes // 4), float(i)) for i in range(chunks)]
+    rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=num_bytes), transform=copying)
+    assert begun == {"copy": chunks, "sync": chunks}
