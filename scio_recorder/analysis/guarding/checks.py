@@ -307,9 +307,8 @@ class Checks:
         del flags.end
         # Reentrant checkpointing runs backward passes inside another, which has begun before.
         around = [other for other in self._backward.values() if other.thread == flags.thread]
-        origins = [origin for origin in map(self.settle, around) if origin is not None]
-        origins += [origin for origin in [self.finish(flags)] if origin is not None]
-        self.tell(origins[0] if origins else None)
+        for origin in [*map(self.settle, around), self.finish(flags)]:
+            self.tell(origin)
 
     def tell(self, origin: Origin | None) -> None:
         """Raise an error that tells of an origin, if there is one."""

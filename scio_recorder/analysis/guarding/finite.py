@@ -241,17 +241,14 @@ class Flags:
         """Read all flags, one transfer for each device and dtype; return if all were finite."""
         unread, self._unread = self._unread, []
         # Tensors of equal shapes are stacked by one operation.
-        alike: dict[tuple[torch.device, torch.dtype, int], list[tuple[Flag, Tensor]]] = {}
+        alike: dict[Any, dict[int, list[tuple[Flag, Tensor]]]] = {}
         for entry in unread:
             magnitude = entry[1]
-            key = magnitude.device, magnitude.dtype, magnitude.dim()
-            alike.setdefault(key, []).append(entry)
-        together: dict[tuple[torch.device, torch.dtype], tuple[list[Flag], list[Tensor]]] = {}
-        for (device, dtype, _), entries in alike.items():
-            flags, stacked = together.setdefault((device, dtype), ([], []))
-            flags += [flag for flag, _ in entries]
-            stacked.append(torch.stack([magnitude for _, magnitude in entries]).view(-1))
-        for flags, stacked in together.values():
+            group = alike.setdefault((magnitude.device, magnitude.dtype), {})
+            group.setdefault(magnitude.dim(), []).append(entry)
+        for group in alike.values():
+            flags = [flag for entries in group.values() for flag, _ in entries]
+            stacked = [torch.stack([x for _, x in entries]).view(-1) for entries in group.values()]
             self._are_finite &= _note(flags, torch.cat(stacked))
         return self._are_finite
 
