@@ -147,7 +147,7 @@ class Reference:
         self._exact = self._opened(exact, stack)
 
     def _opened(self, rnet: Recorder, stack: contextlib.ExitStack) -> NetworkSide:
-        side = NetworkSide(rnet.capture, None, self._feed)
+        side = NetworkSide(rnet.capture, None, self._feed, "net")
         side.architecture = rnet.operations().architecture
         options = RecordOptions(inputs=side.calls == "labelled", calls=side.calls)
         side.open(stack, self.labels, options)
@@ -173,6 +173,10 @@ class Reference:
 
     def _values(self, side: NetworkSide, block: SampleBlock) -> dict[Value, Tensor]:
         side.load(block)
+        if not side.copies_are_right:
+            # Something writes to tensors in ways that are not counted.
+            side.shares_copies = False
+            side.load(block)
         values = dict[Value, Tensor]()
         for label in self.labels:
             parts = side.output(label).items()
