@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import ArgumentError, caught_as
-from scio_recorder.layer import RowIdx, counted
+from scio_recorder.layer import RowIdx, counted, few
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.records import Inputs, LayerMapping
 from scio_recorder.reductions.base import Reductions, of_each
@@ -134,6 +134,14 @@ class _Columns(dict[str, Tensor]):
     def __missing__(self, name: object) -> NoReturn:
         there = f"there are {', '.join(map(repr, self))}" if self else "it was made without rows="
         text = f"the recording has no column {name!r}: {there}; rows=Tokens(fields=...) adds some"
+        raise caught_as(ArgumentError, KeyError(), text)
+
+
+class _Arrays(dict[RowIdx, Any]):
+    """Arrays by label."""
+
+    def __missing__(self, key: object) -> NoReturn:
+        text = f"{key!r} is no key of these arrays, which are labels: {few([*self], 4, repr)}"
         raise caught_as(ArgumentError, KeyError(), text)
 
 
@@ -348,7 +356,7 @@ class Readable(LayerMapping[Any]):
         >>> rnet.collect([torch.ones(1, 2)], dtype=torch.bfloat16).to_numpy()
         {(0, 1): array([[1., 1.]], dtype=float32)}
         """
-        return {label: to_array(self[label]) for label in self.stored}
+        return _Arrays({label: to_array(self[label]) for label in self.stored})
 
     def recompute(
         self, rnet: nn.Module, *selectors: Any, activation_postproc: Postprocessors | None = None

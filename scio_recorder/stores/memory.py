@@ -44,7 +44,7 @@ from scio_recorder.stores.store import (
     StoreWriter,
     wait_for,
 )
-from scio_recorder.tensors.arguments import whole
+from scio_recorder.tensors.arguments import booleans, whole
 
 # The number of batches to make room for at first, if their number is not known.
 _GUESSED_BATCHES = 8
@@ -273,6 +273,8 @@ class Host(MemoryStore):
     """
 
     def __init__(self, pin_memory: bool | None = None) -> None:
+        if pin_memory is not None:
+            booleans(CollectError, pin_memory=pin_memory)
         self._pin_memory = pin_memory
         self._buffers: dict[RowIdx | str, HostBuffer] = {}
 

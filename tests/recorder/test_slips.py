@@ -244,6 +244,7 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: recorder("0").extract(), TypeError, "write one, as in rnet(x)"),
     (lambda: recorder("0").check(), TypeError, "write one, as in rnet(x)"),
     (lambda: attended().weights("all"), ArgumentError, "leave it out for all"),
+    (lambda: attended().weights(head=0), TypeError, "write heads="),
     (lambda: attended().weights(heads=[9]), ArgumentError, "there is no head [9] of 2"),
     (lambda: attended()[0], TypeError, "write rnet.attention[layer].weights()"),
     (lambda: recorder().extract(X), SelectorTypeError, "choose layers with record(...) first"),
@@ -318,6 +319,8 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: collect().loader("0", batch_size=2)["0"], TypeError, "write `for batch in loader:`"),
     (lambda: collect().activations, AttributeError, 'write recording["1-3"]'),
     (lambda: collect().rows["position"], KeyError, "it was made without rows="),
+    (lambda: collect().to_numpy()["0"], KeyError, "which are labels: (1, 1)"),
+    (lambda: stores.Host("a/run"), CollectError, "pin_memory='a/run': write True or False"),  # type: ignore[arg-type]  # a text
     (lambda: collect().plot("bars"), ArgumentError, 'write "histograms" or "depth"'),
     (lambda: collect().loader("0", batchsize=2), ArgumentError, "write batch_size="),
     (

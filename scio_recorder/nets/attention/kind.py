@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import ArgumentError, AttentionError, caught_as
 from scio_recorder.nets.records import Inputs
+from scio_recorder.tensors.arguments import names_arguments
 from scio_recorder.tensors.arithmetic import float32_products_are_exact, undisturbed
 from scio_recorder.tensors.properties import dtype_name, is_dense
 
@@ -116,6 +117,7 @@ class Attention(ABC):
                 "keys] write rnet.attention[layer].weights()",
             )
 
+    @names_arguments
     def weights(self, heads: Index = None, queries: Index = None) -> Tensor:
         """Return weights of attention, computed for some heads and queries.
 
