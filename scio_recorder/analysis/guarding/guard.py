@@ -161,13 +161,13 @@ def guarded(
         raise checks.error(origin) from error
     except BaseException:
         checks.is_over = True
+        checks.local.flags.close()
         raise
     finally:
         hooks.remove()
         for wrapper in wrappers:
             wrapper.remove()
         calls.innermost(None)
-        checks.local.flags = PassFlags()
     _check_that_it_ran(checks, hooks)
 
 

@@ -221,6 +221,24 @@ def test_a_part_that_fails_is_told_of_where_its_error_leaves_the_block() -> None
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+@pytest.mark.parametrize("where", ["the next pass", "the end"])
+def test_a_part_that_fails_is_told_of_later_if_its_error_is_handled(where: str) -> None:
+    net = nn.Sequential(failing())
+    rnet = recorder(net)
+
+    def block() -> None:
+        with rnet.guard():
+            with pytest.raises(FailsError):
+                net[0](X)
+            if where == "the next pass":
+                net[0](X[:1].abs() + 1)
+                raise AssertionError
+
+    with pytest.raises(NonFiniteError, match=r"layer 2-1 0\.0 ") as caught:
+        block()
+    assert caught.value.__cause__ is None
+
+
 @pytest.mark.parametrize("where", ["the next pass", "the end", "an error"])
 def test_a_backward_pass_that_fails_is_checked_later(where: str) -> None:
     def fails(gradient: Tensor) -> None:
