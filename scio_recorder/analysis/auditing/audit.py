@@ -258,13 +258,12 @@ class _Auditor:
         findings: dict[RowIdx, Finding] = {
             x.column.layer.label: _finding(x, relations) for x in self._columns
         }
-        held = [x.layer for x in findings.values() if x.layer is not None]
-        types = {layer.type_name for layer in held}
-        known = {layer.label for layer in held}
-        rows = self._reference.architecture.values()
-        absent = [row for row in rows if row.executed and row.type_name in types]
-        absent = [row for row in absent if row.label not in known]
-        return Audit(self._recording.architecture, findings, absent, self.num_samples)
+        return Audit(
+            self._recording.architecture,
+            findings,
+            relations.absent(x.layer for x in findings.values() if x.layer is not None),
+            self.num_samples,
+        )
 
 
 def _rounding(view: View, narrow: View, features: int) -> dict[Value, Rounding]:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from scio_recorder.analysis.auditing.finding import Kind
-from scio_recorder.analysis.auditing.reference import FLOAT8, NARROW, Value, View, row_errors
+from scio_recorder.analysis.auditing.reference import (
+    FLOAT8,
+    NARROW,
+    Value,
+    View,
+    numbers,
+    row_errors,
+)
 from scio_recorder.layer import Layer, counted
 from scio_recorder.lowlevel import Readable
 
@@ -39,7 +46,7 @@ class RecordedColumn:
         # Others than three dimensions have no positions.
         self.has_positions = self.has_rows or self.values.ndim == 3
         some = self.values[: max(1, _PART // max(1, self.values[:1].numel()))]
-        self.precisions = precisions_of(some)
+        self.precisions = precisions_of(torch.view_as_real(some) if some.is_complex() else some)
 
     def read(self, samples: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Return the rows of some samples, [rows, features], and their keys, [rows, 2].
@@ -49,10 +56,9 @@ class RecordedColumn:
         rows, keys = [], []
         for number, sample in enumerate(samples):
             lines, positions = self._of(sample)
-            rows.append(lines.flatten(1))
+            rows.append(numbers(lines))
             keys.append(torch.stack([torch.full_like(positions, number), positions], 1))
-        values = torch.cat(rows)
-        return values if values.dtype == torch.float64 else values.float(), torch.cat(keys)
+        return torch.cat(rows), torch.cat(keys)
 
     def _of(self, sample: int) -> tuple[Tensor, Tensor]:
         if not self.has_rows:
@@ -113,7 +119,7 @@ class RecordedColumn:
             some = slice(start, start + _PART)
             lines = self.values[some if places is None else places[some]].cpu()
             lines = lines[:, position] if places is None and self.has_positions else lines
-            yield lines.flatten(1).double(), owners[some]
+            yield numbers(lines).double(), owners[some]
 
 
 def precisions_of(values: Tensor) -> set[torch.dtype]:
@@ -125,8 +131,10 @@ def precisions_of(values: Tensor) -> set[torch.dtype]:
     (set(), {torch.float16})
     """
     own = {values.dtype} & {*NARROW, *FLOAT8}
+    shown = values.flatten().float() if own else values.flatten()
+    shown = shown[shown.isfinite() & (shown != 0)]
     for dtype in (*FLOAT8, *NARROW):
-        if dtype == values.dtype or torch.equal(values.to(dtype).to(values.dtype), values):
+        if len(shown) and torch.equal(shown.to(dtype).to(shown.dtype), shown):
             # Small numbers in one kind of float8 look like those of the other.
             return own | ({*FLOAT8} if dtype in FLOAT8 else {dtype})
     return own

@@ -17,7 +17,7 @@ from scio_recorder.analysis.auditing.finding import Kind
 from scio_recorder.analysis.comparing.sides import NetworkSide, SampleBlock
 from scio_recorder.layer import Layer, OperationIdx, RowIdx
 from scio_recorder.lowlevel import BatchRows, Feed, RecordOptions, digest_of, untouched
-from scio_recorder.tensors import taken_apart
+from scio_recorder.tensors import is_dense, taken_apart
 
 # What adds a branch to the residual stream.
 _ADDITIONS = {"add", "add_", "iadd", "radd"}
@@ -33,6 +33,13 @@ class Value(NamedTuple):
     label: RowIdx
     is_received: bool
     part: tuple[Any, ...]
+
+
+def numbers(lines: Tensor) -> Tensor:
+    """Return real numbers in host memory, [rows, features], in float32 or float64."""
+    real = torch.view_as_real(lines) if lines.is_complex() else lines
+    flat = real.cpu().flatten(1)
+    return flat if flat.dtype == torch.float64 else flat.float()
 
 
 def row_errors(values: Tensor, reference: Tensor) -> Tensor:
@@ -89,8 +96,7 @@ class View:
         """Return rows of a value in host memory, [rows, features]: all of them, or some."""
         lines = self.values[value].reshape(math.prod(self.shape), -1)
         index = torch.arange(len(lines)) if self.index is None else self.index.cpu()
-        chosen = lines[(index if rows is None else index[rows]).to(lines.device)].cpu()
-        return chosen if chosen.dtype == torch.float64 else chosen.float()
+        return numbers(lines[(index if rows is None else index[rows]).to(lines.device)])
 
     def stack(self, features: int) -> tuple[list[Value], Tensor]:
         """Return the values with this many features, and their probe rows [values, rows, ...]."""
@@ -99,7 +105,7 @@ class View:
             values = [
                 value
                 for value, x in self.values.items()
-                if x.shape[:number] == self.shape and x.numel() == size and not x.is_complex()
+                if x.shape[:number] == self.shape and x.numel() * (1 + x.is_complex()) == size
             ]
             probes = self.here[self.probes]
             lines = [self.lines(value, probes).double() for value in values]
@@ -179,20 +185,22 @@ class Reference:
             side.load(block)
         values = dict[Value, Tensor]()
         for label in self.labels:
-            parts = side.output(label).items()
-            values |= {Value(label, False, at): x for at, x in parts if isinstance(x, Tensor)}
+            returned = _dense(side.output(label))
+            values |= {Value(label, False, at): x for at, x in returned.items()}
             inputs = side.inputs(label)
-            received = [] if inputs is None else [*enumerate(inputs.args), *inputs.kwargs.items()]
-            tensors = [
-                ((key, *at), x)
-                for key, parts in received
-                for at, x in parts.items()
-                if isinstance(x, Tensor)
+            arguments = [] if inputs is None else [*enumerate(inputs.args), *inputs.kwargs.items()]
+            received = [
+                ((key, *at), x) for key, parts in arguments for at, x in _dense(parts).items()
             ]
             # Of an addition both terms; of other layers what they work on, and no masks.
             most = 2 if isinstance(label, OperationIdx) else 1
-            values |= {Value(label, True, at): x for at, x in tensors[:most]}
+            values |= {Value(label, True, at): x for at, x in received[:most]}
         return values
+
+
+def _dense(parts: Mapping[Any, Any]) -> dict[Any, Tensor]:
+    """Return the parts of a structure that are plain arrays of numbers."""
+    return {at: x for at, x in parts.items() if isinstance(x, Tensor) and is_dense(x)}
 
 
 def _additions(architecture: Architecture) -> list[OperationIdx]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from scio_recorder.analysis.auditing.finding import Kind
@@ -44,7 +45,7 @@ class Relations:
 
     def are_equal(self, one: Value | None, other: Value | None) -> bool:
         """Whether two values have been equal bit for bit."""
-        return one == other or self._digest(one) == self._digest(other) is not None
+        return one == other or self.digest(one) == self.digest(other) is not None
 
     def equals(self, value: Value) -> list[Value]:
         """Return all values that are equal to one, itself included."""
@@ -103,6 +104,20 @@ class Relations:
 
         return self._reference.layer(min(self.equals(value), key=rank))
 
+    def absent(self, held: Iterable[Layer]) -> list[Layer]:
+        """Return the layers that none of some equals, although one of their type is among these.
+
+        Those of types of which most are there come first: they are the least expected to lack.
+        """
+        layers = [*held]
+        values = {self.digest(self.first(layer.label)) for layer in layers}
+        rows = [row for row in self._reference.architecture.values() if row.executed]
+        types = {layer.type_name for layer in layers}
+        rows = [row for row in rows if row.type_name in types]
+        lacking = [row for row in rows if self.digest(self.first(row.label)) not in values]
+        total, missing = (Counter(row.type_name for row in some) for some in (rows, lacking))
+        return sorted(lacking, key=lambda row: missing[row.type_name] / total[row.type_name])
+
     def kind(self, value: Value, target: Value) -> Kind:
         """Return the kind of a column that is named as one value and holds another."""
         for norm in self._norms():
@@ -149,7 +164,8 @@ class Relations:
     def _input(self, layer: Layer) -> Value | None:
         return self.first(layer.label, is_received=True)
 
-    def _digest(self, value: Value | None) -> int | None:
+    def digest(self, value: Value | None) -> int | None:
+        """Return what equal values share; None for what is no value."""
         return None if value is None else self._digests.get(value)
 
 
