@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.measures import Tolerance, measure
 from scio_recorder.analysis.comparing.pairing import paired_outputs, parts_of
+from scio_recorder.analysis.side_runs import refuse_side_runs
 from scio_recorder.errors import (
     ArgumentError,
     CheckError,
-    ComparisonError,
     MutationError,
     RecorderError,
-    UnsupportedNetError,
 )
 from scio_recorder.layer import Layer, OperationIdx, RowIdx, counted, describe, few
 from scio_recorder.lowlevel import (
@@ -37,7 +36,6 @@ from scio_recorder.lowlevel import (
     NetState,
     Uncopied,
     is_rerun,
-    is_sharded,
     random_state,
     refuse_transforms,
     shown_shapes,
@@ -159,17 +157,8 @@ def _refuse(capture: Capture, kwargs: Mapping[str, Any]) -> None:
             "a check compares with the bare network, which has no post-processors: leave "
             "activation_postproc= out"
         )
-    if capture.blocks.open or capture.is_running:
-        raise ComparisonError(
-            "a check runs the network itself, and its runs must not count as passes of a block "
-            "around it: leave the block of watch(...) or collecting(...) first"
-        )
     refuse_transforms("checked")
-    if any(map(private.is_compiled, capture.net.modules())) or is_sharded(capture.net):
-        raise UnsupportedNetError(
-            "the network is compiled or sharded, in whole or in part, and compiled code does not "
-            "call the hooks of a check: check it without torch.compile, in one process"
-        )
+    refuse_side_runs(capture, "a check")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.analysis.effects import Effects
+from scio_recorder.analysis.side_runs import refuse_side_runs
 from scio_recorder.errors import (
     ArgumentError,
     ComparisonError,
@@ -38,7 +38,6 @@ from scio_recorder.lowlevel import (
     caught_as,
     describe,
     is_rerun,
-    is_sharded,
     raise_of_caller,
     refuse_transforms,
     runs_without_gradients,
@@ -258,7 +257,6 @@ def _number(value: Any) -> float:
 
 def _check(capture: Capture, metric: Any) -> None:
     """Refuse a sweep that can't work, before anything runs."""
-    net = capture.net
     if not capture.recording:
         raise ComparisonError("nothing to sweep over: choose layers with record(...) first")
     if not capture.program.counts_calls:
@@ -266,21 +264,11 @@ def _check(capture: Capture, metric: Any) -> None:
             'after record(..., calls="any") a layer stands for any number of calls: record '
             "without calls= to sweep over single calls"
         )
-    if capture.blocks.open or capture.is_running:
-        raise ComparisonError(
-            "a sweep runs the network itself, and its runs must not count as passes of a block "
-            "around it: leave the block of watch(...) or collecting(...) first"
-        )
+    refuse_side_runs(capture, "a sweep")
     if not callable(metric):
         raise ComparisonError(
             f"metric={metric!r}: give a function of the network's output that returns a number, "
             "such as lambda output: output[0, 3]"
-        )
-    has_compiler = private.DYNAMO in sys.modules
-    if (has_compiler and any(map(private.is_compiled, net.modules()))) or is_sharded(net):
-        raise UnsupportedNetError(
-            "the network is compiled or sharded, in whole or in part, and its runs can't be "
-            "patched: sweep over the network without torch.compile, in one process"
         )
 
 

@@ -24,6 +24,7 @@ from scio_recorder.capture.watch import Block, Blocks, Passes, why_not_called
 from scio_recorder.errors import (
     ArgumentError,
     CollectError,
+    LabellingError,
     SelectorTypeError,
     UnsupportedNetError,
     caught_as,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from scio_recorder.analysis.checking import CheckReport
     from scio_recorder.analysis.effects import Effects
     from scio_recorder.analysis.guarding.guard import Action, Guard
+    from scio_recorder.analysis.residual_stream import ResidualStream
     from scio_recorder.capture.engine import Capture
     from scio_recorder.capture.gradients import GradientHooks
     from scio_recorder.display.progress import Advance
@@ -89,6 +91,8 @@ class Collecting(nn.Module):
     _net: nn.Module
     _blocks: Blocks
     _gradient_hooks: GradientHooks
+    # The keywords of the labelling; None in a copy.
+    _labelling: dict[str, Any] | None
 
     def _refuse_inside_fsdp(self) -> None:
         if private.is_inside_fsdp(self):
@@ -803,6 +807,64 @@ class Collecting(nn.Module):
         return sweep(self.capture, clean, corrupted, metric, positions, estimate=estimate)
 
     @shows(PartKeywords)
+    def residual_stream(self) -> ResidualStream:
+        """Find the residual stream of a network of blocks, such as a language model.
+
+        The network runs without a trace on the inputs of its labelling, four times or more. Every
+        name is proved there: sums of what a block receives and of what its branches return must
+        lead to what it returns, from block to block, and on to the output.
+
+        Returns
+        -------
+        ResidualStream
+            A read-only mapping, which can be printed, of names to labels for :meth:`record`. Names
+            are keys of this mapping only: ``blocks.N.resid_pre``, ``.attn_out``, ``.resid_mid``,
+            ``.mlp_out`` and ``.resid_post``, ``final_norm`` and ``logits``; ``.mixer_out`` is what
+            a branch adds that mixes positions without attention. A key that is missing is a
+            ``KeyError`` with the reason.
+
+        Raises
+        ------
+        LayerNotFoundError
+            No stream can be proved; the message says what is in the way.
+        ComparisonError
+            The caller is inside a block of :meth:`watch` or :meth:`collecting`.
+        UnsupportedNetError
+            The network is compiled or sharded.
+        LabellingError
+            This recorder is a copy, and no longer has the inputs of its labelling.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from scio_recorder import Recorder
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> net = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2)).eval()
+        >>> rnet = Recorder(net, input_data=torch.tensor([[11, 12, 13]]))
+        >>> stream = rnet.residual_stream()
+        >>> str(stream["blocks.1.resid_mid"]), rnet.operations()[stream["blocks.1.resid_mid"]].name
+        ('3-2/add:0', 'transformer.h.1/add:0')
+        >>> rnet.record(*stream.values())
+        >>> _ = rnet(torch.tensor([[14, 15]]))
+        >>> rnet.activations[stream["blocks.1.resid_mid"]].shape
+        torch.Size([1, 2, 8])
+        """
+        from scio_recorder.analysis.residual_stream import find_stream
+        from scio_recorder.nets.labelling.label import labelled_example
+
+        example, is_training = labelled_example(self.net, **self._labelled_with())
+        architecture = self.operations().architecture
+        return find_stream(self.capture, architecture, example, is_training=is_training)
+
+    def _labelled_with(self) -> dict[str, Any]:
+        if self._labelling is None:
+            raise LabellingError(
+                "this recorder is a copy, or was unpickled, and no longer has the inputs with "
+                "which its network was labelled, so it can't list operations: call "
+                "operations() before, or construct the Recorder again"
+            )
+        return self._labelling
+
     def collect_parts(
         self,
         make_batches: Callable[[int], Iterable[Any]],

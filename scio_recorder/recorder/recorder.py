@@ -20,7 +20,6 @@ from scio_recorder.display.outline import Outline, outline, printed, visible
 from scio_recorder.display.page import Outlined
 from scio_recorder.errors import (
     ArgumentError,
-    LabellingError,
     MissingInputError,
     PostprocessorError,
     SelectorTypeError,
@@ -174,7 +173,7 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
         self._net = net
         self.summary = statistics
         self.architecture = architecture
-        # How to run the network once more, until its operations are listed.
+        # How to run the network once more.
         self._labelling: dict[str, Any] | None = summary_kwargs
         self._operations: list[Operation] | None = None
         self._blocks = Blocks()
@@ -308,14 +307,8 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
 
     def _with_operations(self) -> Architecture:
         if self._operations is None:
-            if self._labelling is None:
-                raise LabellingError(
-                    "this recorder is a copy, or was unpickled, and no longer has the inputs with "
-                    "which its network was labelled, so it can't list operations: call "
-                    "operations() before, or construct the Recorder again"
-                )
-            self._operations = list_operations(self._net, self.architecture, **self._labelling)
-            self._labelling = None
+            labelling = self._labelled_with()
+            self._operations = list_operations(self._net, self.architecture, **labelling)
         return self.architecture.with_operations(self._operations)
 
     def _warn_of_missed(

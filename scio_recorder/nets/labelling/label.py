@@ -175,6 +175,27 @@ def list_operations(
         return operations
 
 
+def labelled_example(net: nn.Module, **summary_kwargs: Any) -> tuple[Inputs, bool]:
+    """Return the inputs with which a net was labelled, and whether it was in training mode.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net. The inputs are on its device, and those with a fraction are of its dtype.
+    **summary_kwargs
+        The keywords with which it was labelled.
+
+    Examples
+    --------
+    >>> inputs, is_training = labelled_example(nn.ReLU(), input_size=(1, 4))
+    >>> inputs.args[0].shape, is_training
+    (torch.Size([1, 4]), False)
+    """
+    keywords = _keywords(net, summary_kwargs)
+    with preserved_rng():
+        return _moved_to(net, _inputs(net, keywords)), keywords["mode"] == "train"
+
+
 def _keywords(net: nn.Module, summary_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     not_none = {name: value for name, value in summary_kwargs.items() if value is not None}
     keywords = _DEFAULTS | not_none
