@@ -806,7 +806,6 @@ class Collecting(nn.Module):
 
         return sweep(self.capture, clean, corrupted, metric, positions, estimate=estimate)
 
-    @shows(PartKeywords)
     def residual_stream(self) -> ResidualStream:
         """Find the residual stream of a network of blocks, such as a language model.
 
@@ -865,6 +864,7 @@ class Collecting(nn.Module):
             )
         return self._labelling
 
+    @shows(PartKeywords)
     def collect_parts(
         self,
         make_batches: Callable[[int], Iterable[Any]],
