@@ -134,20 +134,26 @@ def rounded(tensor: Tensor, partner: Tensor | None, dtype: torch.dtype) -> Tenso
 def moved(tensor: Tensor, partner: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return a tensor in a dtype, moved at random within half a unit in its last place.
 
-    One that equals the reference's tensor of that name, once that is rounded, stays as it is, and
-    so does one that is not narrower than the dtype.
+    The unit is that of the narrower dtype if the reference's tensor of that name has another. One
+    that equals that, once rounded, stays as it is, and so does one that is not narrower than the
+    dtype.
     """
-    exact = tensor.to(dtype)
-    if tensor.dtype.itemsize >= dtype.itemsize:
-        return exact
-    if partner is not None and partner.shape == tensor.shape and _is_number(partner):
+    exact, dtypes = tensor.to(dtype), [tensor.dtype]
+    if partner is not None and _is_number(partner):
         as_rounded = partner.detach().to(tensor.device, tensor.dtype)
         if torch.equal(as_rounded, tensor):
             return exact
+        dtypes.append(partner.dtype)
+    epsilon = max(torch.finfo(kind).eps for kind in dtypes)
+    if epsilon <= torch.finfo(dtype).eps:
+        return exact
     generator = torch.Generator().manual_seed(_SEED + tensor.numel())
     shift = torch.rand(exact.shape, generator=generator, dtype=torch.float32) - 0.5
+    if epsilon > torch.finfo(tensor.dtype).eps:
+        # The reference's numbers are rounded to it for sure.
+        shift = shift.sign() / 2
     _, exponent = torch.frexp(exact)
-    unit = torch.ldexp(torch.full_like(exact, torch.finfo(tensor.dtype).eps), exponent - 1)
+    unit = torch.ldexp(torch.full_like(exact, epsilon), exponent - 1)
     return exact + shift.to(exact.device) * unit
 
 

@@ -6,7 +6,7 @@ All figures are norms of differences over the norm of what the reference made, f
 a call makes in forced passes, over all blocks. There are two tests, and the larger score counts.
 
 *Native*: the error E of the candidate as it is, against the rounding A of the reference, cast to
-the candidate's dtypes or in its own: ``E / (4 A + 1.2e-4)``.
+the candidate's dtypes or in its own, or W if that is more: ``E / (4 A + 1.2e-4)``.
 
 *Exact*: the distance D of the candidate's exact copy from the reference's, or from what the
 reference returned if that is nearer. Only other weights can explain it by rounding, so the control
@@ -103,9 +103,10 @@ def _local_error(layer: Layer, slot: Slot, known: SlotFigures, epsilon: float) -
     if slot.is_whole:
         score = (error if math.isnan(nearest) else nearest) / _LEAST_SHARE
         return LocalFigures(layer, error, 0.0, excess, score)
-    rounding = -_least(-relative("cast"), -relative("rounding"))
+    known_rounding = -_least(-relative("cast"), -relative("rounding"))
     # Without any copy of the reference, there is only what its numbers can hold.
-    rounding = epsilon if math.isnan(rounding) else rounding
+    known_rounding = epsilon if math.isnan(known_rounding) else known_rounding
+    rounding = -_least(-known_rounding, -relative("moved"))
     native = _quotient(error, _NATIVE_FACTOR * rounding + _NATIVE_FLOOR)
     low = relative("low")
     control = math.hypot(relative("moved"), 0.0 if math.isnan(low) else low)

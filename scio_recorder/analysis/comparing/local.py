@@ -59,7 +59,15 @@ from scio_recorder.analysis.comparing.sides import (
 )
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx
-from scio_recorder.lowlevel import Inputs, NetState, is_sharded, run_copy, untouched
+from scio_recorder.lowlevel import (
+    Inputs,
+    NetState,
+    is_sharded,
+    random_state,
+    restore_random,
+    run_copy,
+    untouched,
+)
 from scio_recorder.tensors import dtype_name, is_out_of_memory, is_plain, map_tensors
 
 # Entries of masks below it mean minus infinity, however that is written.
@@ -111,6 +119,7 @@ class LocalComparison:
         is_known = isinstance(reference, NetworkSide)
         self._of_reference = partners((other, own) for own, other in both) if is_known else {}
         self._calls: Mapping[RowIdx, ReferenceCall] = {}
+        self._random = random_state()
         # Where texts are no padding, if a mask among the inputs says so.
         self._is_real: Tensor | None = None
         self._figures: dict[Slot, SlotFigures] = defaultdict(dict)
@@ -165,6 +174,8 @@ class LocalComparison:
         """Run the candidate as it is."""
         forced = ForcedPass(_call_labels(self._candidate, self._labels), self._calls)
         args, kwargs = self._candidate.inputs_for(block)
+        # All passes draw the same random numbers.
+        self._random = random_state()
         named = Inputs(args, kwargs).named(self._candidate.net)
         self._is_real = _real_positions(named.get("attention_mask"))
         with forced.around():
@@ -264,6 +275,7 @@ class LocalComparison:
                 if layer is not None and module is not None:
                     steps = stack.enter_context(traced(twin, layer, module, all_calls=False))
                 stack.enter_context(forced.around(module))
+                restore_random(self._random)
                 twin(*args, **kwargs)
             return forced.made, steps
 

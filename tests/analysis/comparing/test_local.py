@@ -20,6 +20,7 @@ from tests.analysis.comparing.local_nets import (
     Experts,
     FlashAttention,
     FusedExperts,
+    Transformer,
     convolutional,
     fused,
     transformer,
@@ -114,6 +115,18 @@ def test_a_clean_convolutional_net_has_no_fault(dtype: torch.dtype, is_training:
     difference = judged(net, copy.deepcopy(net).to(dtype), IMAGES, IMAGES.flip(0))
     assert difference.faults == ()
     assert not difference.unjudged
+
+
+def test_a_reference_in_a_lower_precision_than_the_candidate() -> None:
+    for net in (transformer(), convolutional()):
+        x = IDS if isinstance(net, Transformer) else IMAGES
+        reference, port = copy.deepcopy(net).bfloat16(), copy.deepcopy(net)
+        inputs = [cast_to(torch.bfloat16), cast_to(torch.float32)]
+        pairs = zip((reference, port), inputs, strict=True)
+        both = [Recorder(each, input_data=cast(x)) for each, cast in pairs]
+        assert compare(*both, [x], local=True, to_inputs=inputs).faults == ()
+        next(iter(port.children())).weight.data *= 1.05
+        assert len(compare(*both, [x], local=True, to_inputs=inputs).faults) == 1
 
 
 def test_two_half_precisions_that_compute_in_other_ways() -> None:
