@@ -11,8 +11,11 @@ from typing import Any
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def run_page(page: Path, text: str) -> None:
-    """Run a page's Python blocks in one namespace; a block ``text`` after one is its output."""
+def run_page(page: Path, text: str) -> dict[str, Any]:
+    """Run a page's Python blocks in one namespace; a block ``text`` after one is its output.
+
+    Return what the blocks have left in the namespace.
+    """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = ""
     for block in BLOCK.finditer(text):
@@ -25,6 +28,7 @@ def run_page(page: Path, text: str) -> None:
             printed = output.getvalue()
         elif language == "text":
             assert _without_trailing_space(printed) == _without_trailing_space(source)
+    return namespace
 
 
 def _without_trailing_space(text: str) -> list[str]:

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -18,11 +19,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scio_recorder.errors import MissingPackageError
 from scio_recorder.recording.options import CollectKeywords, CollectOptions
+from tests.project import stand_ins
 from tests.project.pages import BLOCK, run_page
 
 ROOT = Path(__file__).parents[2]
@@ -574,7 +577,7 @@ def test_public_names_are_in_the_documentation(public_objects: dict[str, Any]) -
 # Pages that train, generate or compile.
 SLOW_PAGES = {"comparing-checkpoints.md", "compiling.md", "diffusion.md", "trainer.md"}
 # Packages that pages need and no extra installs.
-NEEDED = {"adapters.md": "peft", "timm-features.md": "timm"}
+NEEDED = {"adapters.md": "peft", "feature-maps.md": "torchvision", "timm-features.md": "timm"}
 RUN = [
     pytest.param(page, id=page.name, marks=[pytest.mark.campaign] * (page.name in SLOW_PAGES))
     for page in PAGES
@@ -590,6 +593,25 @@ def test_code_of_the_documentation_runs_as_printed(
         pytest.importorskip(NEEDED[page.name])
     monkeypatch.chdir(tmp_path)
     run_page(page, page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.campaign
+def test_grad_cam_on_a_stand_in_for_torchvision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, module in stand_ins.torchvision().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    page, kept = ROOT / "docs" / "how-to" / "feature-maps.md", list[Any]()
+    shown = run_page(page, page.read_text(encoding="utf-8"))
+    # By hand, with a hook of torch's own.
+    net, image = shown["net"], shown["image"]
+    with net.layer4.register_forward_hook(lambda module, args, maps: kept.append(maps)):
+        scores = net(image)
+    (slopes,) = torch.autograd.grad(scores.amax(), kept[0])
+    heat = torch.einsum("ncab,nchw->nhw", slopes, kept[0]).clamp(min=0) / slopes[0, 0].numel()
+    assert heat.amax() > 0
+    torch.testing.assert_close(shown["heat"][:, 0], heat)
 
 
 @pytest.mark.parametrize("page", [page for page in HOW_TO if page.stem != "index"])
