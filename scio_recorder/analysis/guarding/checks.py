@@ -105,13 +105,13 @@ class GuardedCall:
         The qualified name of the module.
     local : PassOfThread
         The state of the pass.
+    around : GuardedCall or None
+        The call that contains it; None for a call of the network.
     frame : frame or None
         That of torch's function which runs it.
 
     Attributes
     ----------
-    around : GuardedCall or None
-        The call that contains it; None for a call of the network.
     received : sequence of Flag
         Those of its inputs.
     kept : KeptInputs or None
@@ -137,12 +137,14 @@ class GuardedCall:
     number: int | None = None
     task = -1
 
-    def __init__(self, name: str, local: PassOfThread, frame: FrameType | None) -> None:
+    def __init__(
+        self, name: str, local: PassOfThread, around: GuardedCall | None, frame: FrameType
+    ) -> None:
         self.name = name
         self.pass_number = local.pass_number
         self.flags = local.flags
-        self.around = around = local.calls[-1] if local.calls else None
-        self.frame = frame
+        self.around = around
+        self.frame: FrameType | None = frame
         self.start = private.num_operations()
         self.nodes: list[Any] = []
         self.nodes_of_inputs: Collection[Any] = () if around is None else around.nodes_of_inputs
@@ -292,7 +294,8 @@ class Checks:
         """Return what was found in passes that errors have ended, and nobody was told of."""
         failed = [task for task, flags in list(self._backward.items()) if flags.end() is None]
         ended = [self._backward.pop(task) for task in failed]
-        if self.local.flags.task == -1:
+        # The last pass of this thread, if it did not come to its end.
+        if self.local.flags.task == -1 and self.local.flags.waiting:
             ended.insert(0, self.local.flags)
         origin = None
         for flags in ended:

@@ -119,32 +119,31 @@ def _parts_of(tensor: Tensor) -> Sequence[Tensor]:
     return (tensor.float() if tensor.itemsize == 1 else tensor,)
 
 
-def _magnitudes_of(tensor: Tensor) -> Sequence[Tensor]:
+def _magnitudes_of(tensor: Tensor) -> list[Tensor]:
     """Return what is finite if the values of a tensor are, as tensors of one element each.
 
     Examples
     --------
     >>> _magnitudes_of(torch.tensor([3e38, -3e38])), _magnitudes_of(torch.tensor([1, 2]))
-    ((tensor([3.0000e+38]),), [])
+    ([tensor([3.0000e+38])], [])
     """
+    magnitudes: list[Tensor] = []
     # What most tensors are is asked first, since every call asks.
-    is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
-    if is_strided and tensor.dtype in _USUAL and not (tensor.is_nested or tensor.is_meta):
-        return _extent(tensor) if tensor.numel() and has_memory(tensor) else ()
-    reals = [
-        torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
-        for part in _parts_of(tensor)
-    ]
-    return [magnitude for real in reals for magnitude in _extent(real)]
-
-
-def _extent(values: Tensor) -> Sequence[Tensor]:
-    if values.is_cpu and values.numel() > _FEW:
-        return torch.aminmax(values.detach(), keepdim=True)
-    if not values.requires_grad:
-        return (torch.linalg.vector_norm(values, math.inf, keepdim=True),)
-    with torch.no_grad():
-        return (torch.linalg.vector_norm(values, math.inf, keepdim=True),)
+    is_usual = type(tensor) is Tensor and tensor.dtype in _USUAL and tensor.layout is torch.strided
+    if is_usual and not (tensor.is_nested or tensor.is_meta):
+        parts: Sequence[Tensor] = (tensor,) if tensor.numel() and has_memory(tensor) else ()
+    else:
+        parts = _parts_of(tensor)
+    for part in parts:
+        values = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+        if values.is_cpu and values.numel() > _FEW:
+            magnitudes += torch.aminmax(values.detach(), keepdim=True)
+        elif values.requires_grad:
+            with torch.no_grad():
+                magnitudes.append(torch.linalg.vector_norm(values, math.inf, keepdim=True))
+        else:
+            magnitudes.append(torch.linalg.vector_norm(values, math.inf, keepdim=True))
+    return magnitudes
 
 
 def count(tensor: Tensor) -> NonFinite:

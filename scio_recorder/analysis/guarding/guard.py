@@ -269,15 +269,15 @@ class _GuardedCalls:
         local = checks.local
         # A frame that a variable of its own held would live until garbage is collected.
         frame = interpreter.frame_around(3)
-        is_pass = self.innermost(frame) is None
-        if is_pass:
+        around = self.innermost(frame)
+        if around is None:
             self._begin_pass()
-        call = GuardedCall(name, local, frame)
+        call = GuardedCall(name, local, around, frame)
         local.calls.append(call)
         if checks.is_over:
             return
         call.received = call.flags.of((*args, *kwargs.values()) if kwargs else args)
-        if is_pass and self.has_gradients:
+        if around is None and self.has_gradients:
             call.nodes_of_inputs = call.flags.nodes()
         if self.weights is not None:
             layer, inputs = checks.layer_of(call), Inputs(args, kwargs)
