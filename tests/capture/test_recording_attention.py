@@ -288,6 +288,30 @@ def test_products_behind_a_projection(kind: str) -> None:
     torch.testing.assert_close(rnet.attention["0"].weights()[:, 0], expected)
 
 
+class ProjectedByOperations(nn.Module):
+    """Projects what it receives by a parameter in its own code, as XLNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(SIZE, HEADS, SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.einsum("bpd,dhe->bhpe", x, self.matrix)
+        return ((parts @ parts.mT / SIZE).softmax(-1) @ parts).sum(1)
+
+
+def test_values_that_are_projected_from_another_attention() -> None:
+    net = nn.Sequential(ProjectedByOperations(), ProjectedByOperations())
+    rnet = recorded(net, "0", "1")
+    x = torch.randn(2, 5, SIZE)
+    rnet(x)
+    for name, received in (("0", x), ("1", net[0](x))):
+        matrix = net.get_parameter(f"{name}.matrix").double()
+        parts = torch.einsum("bpd,dhe->bhpe", received.double(), matrix)
+        expected = (parts @ parts.mT / SIZE).softmax(-1).float()
+        torch.testing.assert_close(rnet.attention[name].weights(), expected, rtol=1e-4, atol=1e-5)
+
+
 class WithModule(nn.Module):
     """Computes its weights by a module, as Swin of timm does."""
 

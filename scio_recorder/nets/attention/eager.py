@@ -209,6 +209,9 @@ class _Follower:
         traced = [known for known in map(self._find, received) if known is not None]
         has_parameter = any(map(_is_parameter, received))
         is_product = function in _PRODUCTS
+        if is_product and has_parameter:
+            # What another layer has returned is projected.
+            traced = [known for known in traced if known.code is code]
         if not traced and (has_parameter or not is_product):
             return None
         first = max(traced, key=lambda known: known.softmax is not None, default=_UNTRACED)
