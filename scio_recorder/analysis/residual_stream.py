@@ -236,10 +236,13 @@ class _Notes:
                 self.tensors |= {first: x, second: y, values[0]: output.clone()}
                 break
 
-    def source_of(self, value: str | None, end: int) -> _Call | None:
-        """Return the last call that returned a value before some time, best alone."""
+    def source_of(self, value: str | None, end: int, *, of: int = 4) -> _Call | None:
+        """Return the last call that returned a value before some time, best alone.
+
+        With ``of=2`` it is best one of a layer, whose label has two parts.
+        """
         calls = [x for x in self.calls.values() if x.time < end and x.returned[:1] == [value]]
-        return max(calls, key=lambda call: (call.is_tensor, call.time), default=None)
+        return max(calls, key=lambda x: (x.is_tensor, len(x.label) <= of, x.time), default=None)
 
     def paths(self, state: str, start: int, end: int) -> Iterator[list[_Sum]]:
         """Yield the sequences of sums from a state on; second operands are what they add."""
@@ -297,12 +300,13 @@ class _Proof:
         self._changes, self._changes_inside = self._proved()
 
     def _output_of(self, output: Any) -> Tensor:
-        batch = self._shape[:2]
-        leaves = (x for x in tensors(output) if x.is_floating_point() and x.dim() > 2)
-        chosen = next((x for x in leaves if x.shape[:2] == batch), None)
-        if chosen is None:
+        # A loss may come before it, which has no positions.
+        leaves = (x for x in tensors(output) if x.is_floating_point() and x.dim() == 3)
+        chosen = next(leaves, None)
+        if chosen is None or chosen.shape[:2] != self._shape[:2]:
             raise LayerNotFoundError(
-                f"the net returns no {[*batch, '...']} to follow the stream to"
+                f"what the network returns is not {[*self._shape[:2], '...']}, as the stream is: "
+                "record it without its head, or label it as it returns all positions"
             )
         return chosen
 
@@ -435,7 +439,7 @@ class _Proof:
                 break
         value, why = _digest(self._output), "the network returns the stream itself, without a head"
         # In the network, whose own row says nothing of the head.
-        row = self._row(self._notes.source_of(value, len(calls) - 1))
+        row = self._row(self._notes.source_of(value, len(calls) - 1, of=2))
         return {"final_norm": norm, "logits": row if row and value not in stream else why}
 
     def _is_norm(self, label: RowIdx) -> bool:

@@ -62,7 +62,7 @@ FAMILIES = {
         "mixer_out": "backbone.layers.0.mixer",
         "resid_post": "backbone.layers.0",
         "final_norm": "backbone.norm_f",
-        "logits": "/float:0",
+        "logits": "lm_head",
     },
 }
 
@@ -151,6 +151,7 @@ class Block(nn.Module):
         super().__init__()
         self.way = way
         self.norm1, self.norm2 = nn.LayerNorm(size), nn.LayerNorm(size)
+        nn.init.normal_(self.norm2.bias)
         self.attn, self.mlp = Attention(size), nn.Linear(size, size)
         self.lora = nn.Linear(size, size)
         self.pair = Pair()
@@ -201,6 +202,18 @@ class Block(nn.Module):
         x = x + self.mlp(self.norm2(x))
         return x + self.lora(self.norm2(x))
 
+    def fed(self, x: Tensor) -> Tensor:
+        """What attention gives is added to what a mixer reads, and not to the stream."""
+        y = x + self.attn(self.norm1(x))
+        return x + self.mixed(self.norm2(y))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return self.mlp(x.cumsum(1))
+
+    def biased(self, x: Tensor) -> Tensor:
+        x = x + (self.attn(self.norm1(x)) + self.norm2.bias.expand_as(x))
+        return x + self.mlp(self.norm2(x))
+
     def tuple_of(self, x: Tensor) -> tuple[Tensor, int]:
         return self.in_turn(x), 1
 
@@ -229,13 +242,15 @@ class Model(nn.Module):
         x = self.embed(ids) if embedded is None else embedded
         states = [x]
         for block in self.blocks:
-            x = block(x)
+            x = block(self.norm(x) if states[1:] and self.head_of == "normed between" else x)
             x = x[0] if isinstance(x, tuple) else x
             states.append(x)
         if self.head_of == "bypass":
             return self.head(self.norm(x) + states[1])
         if self.head_of == "pooled":
             return self.head(self.norm(x).mean(1))
+        if self.head_of == "last":
+            return self.head(self.norm(x[:, -1:]))
         return self.norm(x) if self.head_of == "none" else self.head(self.norm(x))
 
 
@@ -264,6 +279,7 @@ def names(net: nn.Module, **inputs: Any) -> dict[str, str]:
         ("halves", "attn.out", "mlp", None),
         ("adapted", "/add:0", "/mul:0", "/add:1"),
         ("two experts", "attn.out", "/add:1", "/add:0"),
+        ("biased", "/add:0", "mlp", "/add:1"),
     ],
 )
 def test_ways_of_adding(way: str, attn: str, mlp: str, mid: str | None) -> None:
@@ -293,6 +309,18 @@ def recorded(rnet: Recorder, stream: Any) -> dict[str, Any]:
 
 def test_the_row_of_a_block_that_returns_a_tuple_is_its_last_sum() -> None:
     assert names(Model("tuple of"))["resid_post"] == "blocks.0/add:1"
+
+
+def test_attention_before_another_use_of_the_stream_is_no_part_of_a_branch() -> None:
+    rows = names(Model("fed"))
+    assert rows["mixer_out"] == "blocks.0.mlp"
+    assert "no branch" in rows["attn_out"]
+
+
+def test_logits_are_those_of_the_head_beside_a_loss() -> None:
+    labelled = {**example(), "labels": example()["input_ids"]}
+    stream = Recorder(make("llama"), input_data=labelled).residual_stream()
+    assert stream.architecture[stream["logits"]].name == "lm_head"
 
 
 class Pair(nn.Module):
@@ -330,7 +358,9 @@ def test_several_branches_of_a_kind_are_named_in_the_reason() -> None:
         (lambda: Model("normed after"), "its last sum, .*add:0.* but .*blocks.0.norm1.* takes it"),
         (lambda: Model("of zeros"), "what it receives is added to nothing"),
         (lambda: Model("in turn", "in turn", head="bypass"), "more than the last state"),
-        (lambda: Model("in turn", head="pooled"), "returns no"),
+        (lambda: Model("in turn", head="pooled"), "record it without its head"),
+        (lambda: Model("in turn", head="last"), "label it as it returns all positions"),
+        (lambda: Model("in turn", "in turn", head="normed between"), "not receive the last sum"),
         (lambda: nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)), "no numbered modules"),
         (lambda: Model(head="none"), "no numbered modules"),
     ],
