@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scio_recorder import Recorder, Tokens
+from scio_recorder import Nodes, Recorder, Tokens
 from scio_recorder.analysis.auditing.evidence import Evidence, Look, RecordedColumn
 from scio_recorder.analysis.auditing.finding import Audit, Finding, Kind
 from scio_recorder.analysis.auditing.reference import (
@@ -375,7 +375,7 @@ def audit(
             f"none of the {counted(len(recording), 'layer')} of the recording has samples, only "
             "reductions, and these can't be audited: collect without reduce="
         )
-    rows = _checked_rows(recording, Rows.or_none(rows, ComparisonError))
+    rows = Rows.or_none(rows, ComparisonError) or _rows_of(recording)
     globs = checked_match(match)
     names = [recording.architecture[label].name for label in recording.stored]
     for glob, partner in globs.items():
@@ -386,23 +386,26 @@ def audit(
     feed = Feed(batches, CollectOptions(to_inputs=to_inputs, sample_ids=sample_ids))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        auditor = _Auditor(recording, Reference(rnet, feed, stack), globs)
+        auditor = _Auditor(recording, Reference(rnet, feed, stack, names), globs)
         for batch in _batches(recording, rnet, feed, rows):
             auditor.take(batch)
         return auditor.result()
 
 
-def _checked_rows(recording: Readable, rows: Rows | None) -> Rows | None:
-    """Return what a row is: tokens, if nothing else is said."""
+def _rows_of(recording: Readable) -> Rows | None:
+    """Return what a row of a recording is, from its settings; tokens, if these say nothing."""
+    if not recording.has_rows:
+        return None
     made = recording.settings.get("rows") or {}
-    arguments = {name: made.get(name) for name in ("mask", "segments", "where", "sample")}
-    if rows is not None or not recording.has_rows:
-        return rows
-    if made.get("kind", "Tokens") != "Tokens" or any(arguments.values()):
+    arguments = {
+        name: made[name] for name in ("mask", "segments", "where", "sample") if made.get(name)
+    }
+    if "function" in arguments.values():
         raise ComparisonError(
-            f"the recording was made with other rows than Tokens() ({made}): give the same rows="
+            f"rows of the recording were chosen by a function ({made}): give the same rows="
         )
-    return Tokens()
+    kind = Nodes if made.get("kind") == "Nodes" else Tokens
+    return kind(**arguments)
 
 
 def _batches(

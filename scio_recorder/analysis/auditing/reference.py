@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -133,15 +133,21 @@ class Reference:
         The batches.
     stack : ExitStack
         When it ends, the net is as it was before.
+    names : collection of str
+        Names of operations that must be seen as well.
     """
 
-    def __init__(self, rnet: Recorder, feed: Feed, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, rnet: Recorder, feed: Feed, stack: contextlib.ExitStack, names: Collection[str]
+    ) -> None:
         self.operations = rnet.operations().architecture
         self.architecture = rnet.architecture
         rows = self.architecture.values()
         ran: list[RowIdx] = [layer.label for layer in rows if layer.executed]
         # In the order in which they return.
-        self.labels = self.operations.in_order([*ran, *_additions(self.operations)])
+        named = [at for at, row in self.operations.operations.items() if row.name in names]
+        labels = dict.fromkeys([*ran, *_additions(self.operations), *named])
+        self.labels = self.operations.in_order(labels)
         self._rnet, self._feed = rnet, feed
         stack.enter_context(untouched(rnet.net))
         exact, dtypes = rnet, {parameter.dtype for parameter in rnet.net.parameters()}

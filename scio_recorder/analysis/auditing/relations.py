@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from scio_recorder.analysis.auditing.finding import Kind
 from scio_recorder.analysis.auditing.reference import Reference, Value
@@ -64,15 +65,18 @@ class Relations:
             Whether a number alone is what that block receives, as vLLM counts.
         """
         architecture = self._reference.operations
+        operations = {row.name: at for at, row in architecture.operations.items()}
         for name in names:
             if are_numbers and name.isdecimal():
                 return self._received(int(name), is_normed=False)
-            labels = list(architecture.rows_of(name))
+            if name in operations:
+                return self.first(operations[name])
+            labels = architecture.labels_of(name)
             if not labels and (match := _HIDDEN_STATES.fullmatch(name)):
                 return self._received(int(match[1]), is_normed=True)
             endings = [known for known in architecture.names if known.endswith(f".{name}")]
             if not labels and len(endings) == 1:
-                labels = list(architecture.rows_of(endings[0]))
+                labels = architecture.labels_of(endings[0])
             if labels:
                 return self.first(labels[min(call, len(labels) - 1)])
         return None
@@ -127,7 +131,9 @@ class Relations:
             if self.are_equal(value, received) and self.are_equal(target, returned):
                 return "before the norm"
         for terms in self._terms_of(target):
-            if self.are_equal(value, terms[-1]):
+            # Branches side by side are added first.
+            branches = [terms[-1], *chain(*self._terms_of(terms[-1]))]
+            if any(self.are_equal(value, branch) for branch in branches):
                 return "branch without residual"
             if self.are_equal(value, terms[0]) and not self._is_elsewhere(value, target):
                 return "residual without branch"

@@ -222,6 +222,25 @@ def test_layers_under_the_names_of_others(rnet, net, dtype, is_tokens):
     }
 
 
+def test_layers_that_are_nearer_than_the_limit_are_told_apart(net):
+    """The second block adds a percent, of which rounding in bfloat16 explains a part."""
+    other = copy.deepcopy(net)
+    for part in (other.model.layers[1].attn.out, other.model.layers[1].mlp[2]):
+        part.weight.data *= 0.06
+        part.bias.data *= 0.06
+    held = states(copy.deepcopy(other).bfloat16(), inputs())
+    exact = states(other, inputs())
+    first, second = exact["model.layers.0"], exact["model.layers.1"]
+    apart = ((second - first).norm(dim=-1) / first.norm(dim=-1)).median()
+    assert 0.01 < apart < 0.016
+    recorder = Recorder(other, input_data=inputs()[0])
+    columns = {"model.layers.0": held["model.layers.1"], "layers.0": held["model.layers.0"]}
+    assert found(tokens(columns), recorder) == {
+        "model.layers.0": ("other layer", "model.layers.1"),
+        "layers.0": ("as named", "model.layers.0"),
+    }
+
+
 def permuted(values: Tensor, num_parts: int) -> Tensor:
     order = torch.randperm(num_parts, generator=torch.Generator().manual_seed(1))
     assert not order.equal(torch.arange(num_parts))
@@ -342,6 +361,38 @@ def test_images_have_no_positions(rnet):
     assert answers["2"] == ("as named", "2")
 
 
+def test_operations_and_rows_chosen_by_name_of_a_recording_on_disk(net, tmp_path):
+    recorder = Recorder(net, input_data=inputs()[0])
+    operation = f"{BLOCK}.mlp.1/gelu:0"
+    recorder.record(BLOCK, operation)
+    rows = Tokens(mask="attention_mask", where="attention_mask")
+    recording = recorder.collect(inputs(), rows=rows, store=f"disk:{tmp_path}/run")
+    layer = f"{BLOCK}.mlp.1"
+    answers = found(recording, recorder)
+    assert answers == {BLOCK: ("as named", BLOCK), operation: ("as named", operation)}
+    assert found(tokens({layer: states(net, inputs())[layer]}), recorder) == {
+        layer: ("as named", layer)
+    }
+
+
+def test_branches_side_by_side_are_branches():
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) + self.two(x) + x
+
+    net, x = nn.Sequential(Parallel(), Parallel()), torch.randn(9, 8)
+    recorder = Recorder(net, input_size=(1, 8))
+    middle = net[0](x).detach()
+    columns = {"1": net[1].two(middle).detach(), "0": x}
+    answers = found(recording_of_hidden_states(columns), recorder, batches=[x])
+    assert answers["1"] == ("branch without residual", "1.two")
+    assert answers["0"][0] == "residual without branch"
+
+
 def test_a_table_names_layers_that_no_column_holds(rnet, net):
     held = states(net, inputs())
     columns = {"model.layers.0": held["model.layers.0"], "layers.1": held["model.layers.0"]}
@@ -398,10 +449,10 @@ def test_what_cannot_be_audited(rnet, net):
     reduced = recorder.collect(inputs(), reduce=Mean(), rows=Tokens())
     with pytest.raises(ComparisonError, match="none of the 1 layer of the recording has samples"):
         reduced.audit(rnet, inputs())
-    some = recorder.collect(inputs(), rows=Tokens(where=lambda batch: batch["input_ids"] > 9))
+    rows = Tokens(where=lambda batch: batch["input_ids"] > 9)
+    some = recorder.collect(inputs(), rows=rows)
     with pytest.raises(ComparisonError, match="give the same rows="):
         some.audit(rnet, inputs())
-    rows = Tokens(where=lambda batch: batch["input_ids"] > 9)
     assert found(some, rnet, rows=rows) == {BLOCK: ("as named", BLOCK)}
     with pytest.raises(CollectError, match="to_inputs"):
         recording.audit(rnet, inputs(), to_inputs=lambda batch: 1)
