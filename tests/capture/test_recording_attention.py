@@ -268,7 +268,8 @@ class InParts(nn.Module):
             return weights[..., 2:] @ x[:, 2:] + weights[..., :2] @ x[:, :2]
         if self.kind == "smoothed":
             return (weights @ torch.eye(x.shape[1])).unsqueeze(1).squeeze(1) @ x
-        projected = (weights @ x).clone() @ self.matrix.T
+        matrix = self.matrix.T
+        projected = (weights @ x).clone() @ (matrix * 2 if self.kind == "scaled" else matrix)
         return projected @ projected.mT if self.kind == "projected" else projected
 
 
@@ -278,7 +279,7 @@ def test_weights_that_no_single_product_shows(kind: str) -> None:
         recorded(nn.Sequential(InParts(kind)), "0")
 
 
-@pytest.mark.parametrize("kind", ["", "projected"])
+@pytest.mark.parametrize("kind", ["", "projected", "scaled"])
 def test_products_behind_a_projection(kind: str) -> None:
     rnet = recorded(nn.Sequential(InParts(kind)), "0")
     x = torch.randn(2, 5, SIZE)

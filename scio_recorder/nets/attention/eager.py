@@ -9,7 +9,7 @@ What comes out of any other function is not, and where it is multiplied, the att
 What is multiplied with weights must not come out of a softmax itself, or out of a product of two
 tensors that are no parameters, as in linear attention: it has features in place of keys. Where
 other keys of the same weights are multiplied as well, or what the product returned is multiplied
-again before it meets a parameter, nothing shows the weights of all values, and all is refused. A
+again before it is projected, nothing shows the weights of all values, and all is refused. A
 write into a view is seen by the version of the tensor.
 """
 
@@ -106,7 +106,7 @@ class Layout(NamedTuple):
 class _Traced(NamedTuple):
     """A tensor that was computed from what a softmax returned.
 
-    ``softmax`` is None behind a product with a parameter, or one of other tensors than weights.
+    ``softmax`` is None behind a projection, or a product of other tensors than weights.
     """
 
     tensor: Callable[[], Tensor | None]
@@ -214,10 +214,12 @@ class _Follower:
             traced = [known for known in traced if known.code is code]
         if not traced and (has_parameter or not is_product):
             return None
+        # A projection has no samples, also where it was cast, and is no parameter any more.
+        projects = has_parameter or (is_product and len({part.dim() for part in received}) > 1)
         first = max(traced, key=lambda known: known.softmax is not None, default=_UNTRACED)
-        softmax = None if first.is_product and has_parameter else first.softmax
+        softmax = None if first.is_product and projects else first.softmax
         if is_product:
-            completed = self._completed(operation, received, has_parameter)
+            completed = self._completed(operation, received, projects)
             self._trace(operation, code, softmax, is_product=True)
             return completed
         is_kept = function in _KEEP_WEIGHTS or (
@@ -251,7 +253,7 @@ class _Follower:
         self._traced = {key: traced for key, traced in alive if traced.tensor() is not None}
 
     def _completed(
-        self, operation: SeenOperation, received: Sequence[Tensor], has_parameter: bool
+        self, operation: SeenOperation, received: Sequence[Tensor], projects: bool
     ) -> SeenAttention | None:
         """Return the attention that a product completes, or why it is none that can be read."""
         traced = [
@@ -260,7 +262,7 @@ class _Follower:
             if (known := self._find(tensor)) and known.code is operation.code
         ]
         place, weights = next(((at, known) for at, known in traced if known.softmax), (0, None))
-        if weights is None or weights.softmax is None or (weights.is_product and has_parameter):
+        if weights is None or weights.softmax is None or (weights.is_product and projects):
             return None
         seen = SeenAttention(self._kind, weights.softmax, operation)
         softmax = weights.softmax.output
