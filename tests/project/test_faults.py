@@ -184,3 +184,45 @@ def test_a_tolerance_is_fixed_on_other_networks_and_kinds(
     faults.with_tolerance(outcomes)
     named = [x.answers["tolerance"].modules for x in outcomes]
     assert named == [["noise"], ["noise"], [], []]
+
+
+def test_ports_are_judged_and_counted(
+    benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports, faults = benchmark("ports"), benchmark("faults")
+    planted = ports.faults_of(ports.network("Hybrid", 0)[0])
+    places = [
+        next(at for at, x in enumerate(planted) if (x.kind, x.module) == place)
+        for place in (
+            ("attention scale", "blocks.1.attention"),
+            ("weight by 1 %", "blocks.0.mlp.0"),
+        )
+    ]
+    tasks = [faults.Task("Hybrid", 0, ports.PAIRS[0], at) for at in (*places, None)]
+    outcomes = [faults.judged(task) for task in tasks]
+    faults.with_tolerance(outcomes)
+    for outcome, module in zip(outcomes, ("blocks.1.attention", "blocks.0.mlp.0"), strict=False):
+        assert outcome.answers["local errors"].modules == [module]
+        assert outcome.has_line("local errors")
+        # The first layer rounds, and so its bits differ.
+        assert outcome.answers["bit for bit"].modules == ["stem.0.conv"]
+    assert not outcomes[-1].answers["local errors"].modules
+    faults.print_tables(outcomes)
+    printed = capsys.readouterr().out
+    assert "2 faults, 0 silent; 1 clean ports" in printed
+    assert "| Hybrid | 2 | 100 % | 100 % | 100 % | 0 % | 0 % | 0 % | 0 % |" in printed
+    assert "Clean ports named: local errors 0, first difference 1, bit for bit 1" in printed
+
+
+def test_a_fault_that_changes_no_bit_counts_neither_way(
+    benchmark: Callable[[str], ModuleType],
+) -> None:
+    ports, faults = benchmark("ports"), benchmark("faults")
+    planted = ports.faults_of(ports.network("ResNet", 0)[0])
+    # There is no activation behind this norm that could change places with it.
+    place = next(
+        at
+        for at, x in enumerate(planted)
+        if x.kind == "norm order" and x.module.endswith("layers.0.layer.1")
+    )
+    assert faults.judged(faults.Task("ResNet", 0, ports.PAIRS[0], place)).is_silent
