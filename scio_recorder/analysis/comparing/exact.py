@@ -78,24 +78,11 @@ def convert(original: nn.Module, twin: nn.Module, new: Convert) -> None:
     """
     of_net = reached([original])
     tensors = (value for key, (value, _) in reached([twin]).items() if key not in of_net)
-    originals = {
-        id(own): other
-        for module, source in zip(twin.modules(), original.modules(), strict=True)
-        for name, own in _own_tensors(module).items()
-        if (other := _own_tensors(source).get(name)) is not None
-    }
+    own, others = ([*net.parameters(), *net.buffers()] for net in (twin, original))
+    originals = {id(tensor): other for tensor, other in zip(own, others, strict=True)}
     for tensor in tensors:
         if isinstance(tensor, Tensor) and _is_number(tensor):
             tensor.data = new(originals.get(id(tensor), tensor)).detach()
-
-
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: tensor
-        for kept in (module._parameters, module._buffers)
-        for name, tensor in kept.items()
-        if tensor is not None
-    }
 
 
 def _is_number(tensor: Tensor) -> bool:

@@ -190,11 +190,16 @@ class LocalComparison:
     def _judge(self, block: SampleBlock, native: _Made) -> None:
         """Run copies, and measure what they make."""
         reference: _Made = {}
-        side, run = self._reference, partial(self._made_by_copy, block)
+
+        def run(side: NetworkSide, new: Convert, dtype: torch.dtype) -> _Made:
+            return self._run_copy(block, side, new, dtype)[0]
+
+        side = self._reference
         is_recorded, candidate = isinstance(side, RecordingSide), self._candidate
         # Under autocast a network computes in a narrower dtype than its weights have.
         low = narrowest([*native.values(), *(self._values(native).values() if is_recorded else ())])
         is_low = low.itemsize < self._dtype.itemsize
+        low = low if is_low else self._dtype
         if isinstance(side, NetworkSide):
             cast = run(side, partial(in_dtype, dtype=low) if is_low else self._cast, low)
             self._measure("cast", self._values(cast), cast, block)
@@ -218,17 +223,13 @@ class LocalComparison:
         for fault in self._judged()[1][:_TRACED]:
             layer, partner, _ = pairs[fault.layer.label]
             if isinstance(self._reference, NetworkSide) and layer.label not in self._operations:
-                own = self._steps(block, self._reference, self._exactly_cast, layer)
-                other = self._steps(block, self._candidate, self._exactly, partner)
+                run, exact = partial(self._run_copy, block), self._exact
+                _, own = run(self._reference, self._exactly_cast, exact, layer)
+                _, other = run(self._candidate, self._exactly, exact, partner)
                 first = first_operations(
                     own, other, _differ_in_norm, received_same=True, is_forced=True
                 )
                 self._operations[layer.label] = first.own
-
-    def _steps(self, block: SampleBlock, side: NetworkSide, new: Convert, layer: Layer) -> Steps:
-        """Return what the own code of a layer does in an exact copy."""
-        kept = self._run_copy(block, side, new, self._exact, layer)
-        return [] if kept is None else kept[1]
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return rounded(tensor, self._of_candidate.get(id(tensor)), self._dtype)
@@ -242,13 +243,6 @@ class LocalComparison:
     def _moved(self, tensor: Tensor) -> Tensor:
         return moved(tensor, self._of_reference.get(id(tensor)), self._exact)
 
-    def _made_by_copy(
-        self, block: SampleBlock, side: NetworkSide, new: Convert, dtype: torch.dtype
-    ) -> _Made:
-        """Return what a copy with other tensors makes; nothing if there can't be one."""
-        kept = self._run_copy(block, side, new, dtype)
-        return {} if kept is None else kept[0]
-
     def _run_copy(
         self,
         block: SampleBlock,
@@ -256,8 +250,11 @@ class LocalComparison:
         new: Convert,
         dtype: torch.dtype,
         layer: Layer | None = None,
-    ) -> tuple[_Made, Steps] | None:
-        """Return what a copy makes, and the steps of a layer's own code."""
+    ) -> tuple[_Made, Steps]:
+        """Return what a copy with other tensors makes, and the steps of a layer's own code.
+
+        If there can't be a copy, it makes nothing.
+        """
 
         def run(twin: nn.Module) -> tuple[_Made, Steps]:
             convert(side.net, twin, new)
@@ -286,10 +283,10 @@ class LocalComparison:
                 raise ComparisonError(_no_room(side, dtype)) from error
             # A device may lack the dtype.
             self._notes[f"the {side.what} can't be computed in {dtype_name(dtype)}: {error}"] = None
-            return None
+            return {}, []
         if kept is None:
             self._notes[f"the {side.what} can't be copied"] = None
-        return kept
+        return kept or ({}, [])
 
     def _values(self, made: _Made) -> _Made:
         """Return what the reference made in the place of what a pass has made."""

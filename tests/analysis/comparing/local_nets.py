@@ -87,13 +87,13 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(19, 16)
         self.blocks = nn.ModuleList(Block(attention) for _ in range(2))
         self.head = nn.Linear(16, 19, bias=False)
-        self.makes_mask, self.offset = makes_mask, 1
+        self.makes_mask, self.offset, self.least = makes_mask, 1, 0.0
 
     def forward(self, ids: Tensor) -> dict[str, Any]:
         x, mask = self.embed(ids), None
         if self.makes_mask:
             shape = ids.shape[1], ids.shape[1]
-            least = torch.finfo(x.dtype).min
+            least = self.least or torch.finfo(x.dtype).min
             mask = torch.full(shape, least, dtype=x.dtype).triu(self.offset)
         for block in self.blocks:
             x = block(x, mask=mask)
