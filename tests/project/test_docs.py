@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -177,6 +178,7 @@ QUESTIONS = {
     "CUDA out of memory": "how-to/a-7b-model-on-one-gpu",
     "DDP": "how-to/several-processes",
     "FSDP": "how-to/sharded",
+    "Grad-CAM": "how-to/feature-maps",
     "KV cache": "how-to/generation",
     "LoRA": "how-to/adapters",
     "NaN loss": "how-to/first-nan",
@@ -184,16 +186,19 @@ QUESTIONS = {
     "activation patching": "how-to/patching",
     "attention weights": "how-to/attention",
     "dead neurons": "how-to/dead-and-exploding-units",
+    "drift": "how-to/ood-service",
     "feature extraction": "how-to/timm-features",
     "forward hook": "how-to/coming-from-hooks",
     "hidden states": "subjects/integrations",
     "induction head": "how-to/attention",
     "ood detection": "how-to/out-of-distribution",
-    "probe": "how-to/which-layer",
+    "probe": "how-to/probes",
     "quantization": "how-to/quantised-and-device-map",
+    "residual stream": "how-to/residual-stream",
     "resume": "subjects/collect",
-    "steering vector": "how-to/steering-in-a-server",
+    "steering vector": "how-to/steering-vector",
     "torch.compile": "how-to/compiling",
+    "which layer is wrong": "how-to/which-layer-of-my-port",
 }
 
 
@@ -203,6 +208,8 @@ def search_answers_questions_first(index: dict[str, Any]) -> None:
     Sphinx's script shows an entry that contains the words and is at most twice as long.
     """
     entries = index["indexentries"]
+    words_of = tomllib.loads((ROOT / "docs" / "search.toml").read_text(encoding="utf-8"))
+    assert set(words_of) <= set(index["docnames"])
     for question, page in QUESTIONS.items():
         words = question.lower()
         matching = [e for e in entries if words in e.lower() and len(e) <= 2 * len(words)]
