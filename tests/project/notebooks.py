@@ -6,6 +6,8 @@ what they print and draw.
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
 import sys
@@ -17,11 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nbformat
+import numpy as np
+from PIL import Image
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-__all__ = ["NOTEBOOKS", "differences", "environment", "execute", "read"]
+__all__ = ["NOTEBOOKS", "apart", "differences", "environment", "execute", "pictures", "read"]
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -41,6 +45,8 @@ RELATIVE, ABSOLUTE = 0.1, 0.1
 LOOSER = {"find_the_bug": 0.4}
 # Each version of Python has its own manual, and a net trained on another text has other numbers.
 MANUAL = "pydoc_data"
+# Curves that end elsewhere on another processor; 255 is black on white.
+MOST_APART = 5.0
 NUMBER = re.compile(r"-?\d+\.\d*(?:e[+-]?\d+)?")
 
 
@@ -100,7 +106,7 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
 def differences(
     stored: NotebookNode, fresh: NotebookNode, relative: float = RELATIVE
 ) -> Iterator[str]:
-    """Yield where texts differ: in words, in whole numbers, or in others beyond rounding."""
+    """Yield what differs: words, whole numbers, others beyond rounding, and pictures."""
     reads_manual = any(MANUAL in cell.source for cell in _code(stored))
     are_same_texts = _version(stored) == _version(fresh) or not reads_manual
     for old, new in zip_longest(map(_text, _code(stored)), map(_text, _code(fresh)), fillvalue=""):
@@ -110,6 +116,23 @@ def differences(
         )
         if _words(old) != _words(new) or not are_close:
             yield f"stored:\n{old}\nnow:\n{new}"
+    for number, pair in enumerate(zip_longest(pictures(stored), pictures(fresh)), start=1):
+        if are_same_texts and (None in pair or apart(*pair) > MOST_APART):
+            yield f"picture {number} is another one now"
+
+
+def pictures(notebook: NotebookNode) -> list[Image.Image]:
+    """Return the pictures that a notebook holds, in order."""
+    data = [output.get("data", {}) for cell in _code(notebook) for output in cell.outputs]
+    encoded = [base64.b64decode(shown["image/png"]) for shown in data if "image/png" in shown]
+    return [Image.open(io.BytesIO(each)).convert("RGB") for each in encoded]
+
+
+def apart(picture: Image.Image, other: Image.Image) -> float:
+    """Return the mean difference of two pictures' values, which go up to 255."""
+    if picture.size != other.size:
+        return 255.0
+    return float(np.abs(np.asarray(picture, float) - np.asarray(other, float)).mean())
 
 
 def _version(notebook: NotebookNode) -> str:

@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import nbformat
-import numpy as np
 import pytest
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
@@ -19,9 +18,11 @@ from tests.project.notebooks import (
     LOOSER,
     NOTEBOOKS,
     RELATIVE,
+    apart,
     differences,
     environment,
     execute,
+    pictures,
     read,
 )
 
@@ -84,18 +85,8 @@ def test_notebook_begins_with_a_figure_that_it_draws(path: Path) -> None:
     shown = Image.open(path.parent / link).convert("RGB")
     # Wider ones scroll on a phone, which hides a part.
     assert shown.width <= WIDTH
-    outputs = [output for cell in notebook.cells[1:] for output in cell.get("outputs", ())]
-    pictures = [
-        output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})
-    ]
-    figures = [Image.open(io.BytesIO(base64.b64decode(one))) for one in pictures]
     # It has fewer colours than the figure.
-    assert min(apart(figure.convert("RGB").resize(shown.size), shown) for figure in figures) < 2
-
-
-def apart(one: Image.Image, other: Image.Image) -> float:
-    """Return the mean difference of two pictures' values, which go up to 255."""
-    return float(np.abs(np.asarray(one, dtype=float) - np.asarray(other, dtype=float)).mean())
+    assert min(apart(figure.resize(shown.size), shown) for figure in pictures(notebook)) < 2
 
 
 def notebook_of(source: str, printed: str) -> NotebookNode:
@@ -121,6 +112,32 @@ def notebook_of(source: str, printed: str) -> NotebookNode:
 def test_differences_beyond_rounding_are_found(stored: str, fresh: str, same: bool) -> None:
     found = list(differences(notebook_of("", stored), notebook_of("", fresh)))
     assert (not found) == same
+
+
+def notebook_that_draws(colours: list[int], width: int = 8) -> NotebookNode:
+    outputs = []
+    for colour in colours:
+        file = io.BytesIO()
+        Image.new("RGB", (width, 8), (colour,) * 3).save(file, "png")
+        data = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": "<Figure>"}
+        outputs.append(nbformat.v4.new_output("display_data", data))  # type: ignore[no-untyped-call]
+    cell = nbformat.v4.new_code_cell("draw()", outputs=outputs)  # type: ignore[no-untyped-call]
+    made: NotebookNode = nbformat.v4.new_notebook(cells=[cell])  # type: ignore[no-untyped-call]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("fresh", "same"),
+    [
+        (notebook_that_draws([10, 200]), True),
+        (notebook_that_draws([12, 198]), True),
+        (notebook_that_draws([10, 210]), False),
+        (notebook_that_draws([10]), False),
+        (notebook_that_draws([10, 200], width=9), False),
+    ],
+)
+def test_other_pictures_are_found(fresh: NotebookNode, same: bool) -> None:
+    assert (not list(differences(notebook_that_draws([10, 200]), fresh))) == same
 
 
 @pytest.mark.parametrize(
