@@ -47,14 +47,14 @@ class ReferenceCall(NamedTuple):
         Tensors and other values by their places.
     output : any
         What it returned, as a structure.
-    random : pair or None
-        The states of the generators of random numbers before and after the call, if known.
+    random : mapping or None
+        The state of the generators of random numbers after the call, if known.
     """
 
     received: Mapping[Place, Any]
     returned: Mapping[Place, Any]
     output: Any
-    random: tuple[Any, Any] | None = None
+    random: dict[str, Any] | None = None
 
 
 class Slot(NamedTuple):
@@ -224,9 +224,8 @@ class NotingPass(PairedCalls):
     ) -> Any:
         """Run a call, with copies of what goes in and comes out."""
         received = self._copied(places(Inputs(args, kwargs).named(module)))
-        before = random_state() if self._notes_random else None
         output = call(*args, **kwargs)
-        random = (before, random_state()) if self._notes_random else None
+        random = random_state() if self._notes_random else None
         original = places(output)
         returned = self._copied(original)
         copies = {id(x): returned[at] for at, x in original.items() if isinstance(x, Tensor)}
@@ -301,8 +300,6 @@ class ForcedPass(PairedCalls):
         # Some may be written to.
         versions = [version_of(value) for _, value in forced]
         new = {id(tensor): value for tensor, value in forced}
-        if known.random is not None:
-            restore_random(known.random[0])
         self._around.append(label)
         try:
             output = call(*replaced(args, new), **replaced(kwargs, new))
@@ -314,7 +311,8 @@ class ForcedPass(PairedCalls):
         finally:
             self._around.pop()
         if known.random is not None:
-            restore_random(known.random[1])
+            # A call may draw other numbers than its partner, but those that follow draw the same.
+            restore_random(known.random)
         for (tensor, value), version in zip(forced, versions, strict=True):
             if version_of(value) != version:
                 tensor.copy_(value)

@@ -487,11 +487,46 @@ class Autocast(nn.Module):
             return self.net(x)
 
 
-def test_autocast_inside_a_net_is_no_fault() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_inside_a_net_is_no_fault(dtype: torch.dtype) -> None:
     net, port = Autocast(transformer(), casts=False), Autocast(transformer(), casts=True)
+    port = port.to(dtype)
     assert judged(net, port, IDS).faults == ()
     name = scaled(port.net)
     assert names(judged(net, port, IDS)) == [f"net.{name}"]
+
+
+def test_what_a_module_writes_to_its_input_is_seen_around_it() -> None:
+    class Doubles(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2).mean()
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.doubles = nn.Linear(4, 4), Doubles()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            self.doubles(x)
+            return x
+
+    torch.manual_seed(0)
+    net = Around()
+    difference = judged(net, copy.deepcopy(net).bfloat16(), torch.randn(5, 4))
+    assert difference.faults == ()
+    assert difference.local[0, 1].error < 0.01
+
+
+def test_other_draws_of_random_numbers_are_no_fault_of_later_layers() -> None:
+    class Draws(nn.Identity):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0 * torch.rand(3).sum()
+
+    net = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Dropout(0.5)).train()
+    port = copy.deepcopy(net)
+    port[1] = Draws()
+    assert judged(net, port.bfloat16(), torch.randn(20, 8)).faults == ()
 
 
 def test_inference_mode_inside_a_net() -> None:
