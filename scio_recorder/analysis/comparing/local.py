@@ -229,7 +229,7 @@ class LocalComparison:
                 first = first_operations(
                     own, other, _differ_in_norm, received_same=True, is_forced=True
                 )
-                self._operations[layer.label] = first.own
+                self._operations[layer.label] = first.own or _only_operation(own)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return rounded(tensor, self._of_candidate.get(id(tensor)), self._dtype)
@@ -376,6 +376,12 @@ def _call_labels(side: NetworkSide, known: Mapping[RowIdx, RowIdx]) -> CallLabel
         module: [known.get(label) for label in side.architecture.calls(module)]
         for module in modules
     }
+
+
+def _only_operation(steps: Steps) -> Operation | None:
+    """Return the operation of a code that has no other: whatever is wrong is there."""
+    rows = [step.row for step in steps if step.row is not None]
+    return rows[0] if len(rows) == 1 else None
 
 
 def _differ_in_norm(own: Tensor | None, other: Tensor | None) -> bool:

@@ -345,6 +345,20 @@ def test_a_fused_projection_belongs_to_the_layer_around_it() -> None:
     assert names(judged(net, port, IDS)) == ["blocks.1.attention"]
 
 
+class ByHand(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 1.7).sigmoid() * x
+
+
+def test_code_with_one_operation_has_no_other_line() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.GELU())
+    port = nn.Sequential(copy.deepcopy(net[0]), ByHand())
+    fault = judged(net, port, torch.randn(8, 6), operations=True).faults[0]
+    assert fault.operation is not None
+    assert fault.operation.name == "1/gelu:0"
+
+
 class InOrder(nn.Module):
     """Lets a module see its rows as they come, or sorted, as experts get their tokens."""
 
