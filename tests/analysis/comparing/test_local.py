@@ -688,6 +688,33 @@ def test_both_nets_are_left_as_they_were(fails: bool) -> None:
         assert sum(len(module._forward_hooks) for module in net.modules()) == (net is nets[1])
 
 
+def test_all_other_figures_are_those_without_local_errors() -> None:
+    class Counting(nn.Linear):
+        calls = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    torch.manual_seed(0)
+    net = nn.Sequential(Counting(4, 4), nn.Linear(4, 2))
+    port = copy.deepcopy(net).bfloat16()
+    batches = torch.randn(3, 5, 4).unbind()
+    plain, local = (
+        compare(
+            Recorder(net, input_data=batches[0]),
+            Recorder(port, input_data=batches[0].bfloat16()),
+            batches,
+            to_inputs=(cast_to(torch.float32), cast_to(torch.bfloat16)),
+            local=is_local,
+        )
+        for is_local in (False, True)
+    )
+    assert [*plain.values()] == [*local.values()]
+    assert str(plain.first) == str(local.first)
+    assert local.faults == ()
+
+
 # -- shown -----------------------------------------------------------------------------------------
 
 
