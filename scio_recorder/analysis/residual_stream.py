@@ -305,7 +305,7 @@ class _Proof:
         chosen = next(leaves, None)
         if chosen is None or chosen.shape[:2] != self._shape[:2]:
             raise LayerNotFoundError(
-                f"what the network returns is not {[*self._shape[:2], '...']}, as the stream is: "
+                f"what the network returns is not [{self._shape[0]}, {self._shape[1]}, ...], as the stream is: "
                 "record it without its head, or label it as it returns all positions"
             )
         return chosen

@@ -174,6 +174,9 @@ class Block(nn.Module):
         x = x + self.mlp(self.norm2(x))
         return x + self.attn(self.norm1(x))
 
+    def side_by_side(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.norm1(x)) + self.mlp(self.norm2(x))
+
     def halves(self, x: Tensor) -> Tensor:
         return x + (self.mlp(self.norm2(x)) + self.attn(self.norm1(x)))
 
@@ -220,6 +223,9 @@ class Block(nn.Module):
     def scaled_stream(self, x: Tensor) -> Tensor:
         return x * 0.5 + self.attn(self.norm1(x))
 
+    def multiplied(self, x: Tensor) -> Tensor:
+        return x * self.attn(self.norm1(x))
+
     def normed_after(self, x: Tensor) -> Tensor:
         return self.norm1(x + self.attn(x))
 
@@ -249,6 +255,8 @@ class Model(nn.Module):
             return self.head(self.norm(x) + states[1])
         if self.head_of == "pooled":
             return self.head(self.norm(x).mean(1))
+        if self.head_of == "summed":
+            return self.head(self.norm(x)).cumsum(1)
         if self.head_of == "last":
             return self.head(self.norm(x[:, -1:]))
         return self.norm(x) if self.head_of == "none" else self.head(self.norm(x))
@@ -277,6 +285,7 @@ def names(net: nn.Module, **inputs: Any) -> dict[str, str]:
         ("tuple of", "attn.out", "mlp", "/add:0"),
         ("mlp first", "attn.out", "mlp", None),
         ("halves", "attn.out", "mlp", None),
+        ("side by side", "attn.out", "mlp", None),
         ("adapted", "/add:0", "/mul:0", "/add:1"),
         ("two experts", "attn.out", "/add:1", "/add:0"),
         ("biased", "/add:0", "mlp", "/add:1"),
@@ -356,6 +365,8 @@ def test_several_branches_of_a_kind_are_named_in_the_reason() -> None:
     [
         (lambda: Model("scaled stream"), "what it receives is added to nothing, but .* takes it"),
         (lambda: Model("normed after"), "its last sum, .*add:0.* but .*blocks.0.norm1.* takes it"),
+        (lambda: Model("multiplied"), "what it receives is added to nothing, but .* takes it"),
+        (lambda: Model("in turn", head="summed"), "does not follow, by position"),
         (lambda: Model("of zeros"), "what it receives is added to nothing"),
         (lambda: Model("in turn", "in turn", head="bypass"), "more than the last state"),
         (lambda: Model("in turn", head="pooled"), "record it without its head"),
