@@ -305,8 +305,8 @@ class _Proof:
         chosen = next(leaves, None)
         if chosen is None or chosen.shape[:2] != self._shape[:2]:
             raise LayerNotFoundError(
-                f"what the network returns is not [{self._shape[0]}, {self._shape[1]}, ...], as the stream is: "
-                "record it without its head, or label it as it returns all positions"
+                "what the network returns is not [{}, {}, ...], as the stream is: record it "
+                "without its head, or label it as it returns all positions".format(*self._shape)
             )
         return chosen
 

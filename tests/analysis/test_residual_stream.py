@@ -16,7 +16,7 @@ from tests.analysis.language_models import KINDS, example, make
 from tests.analysis.streams_by_hand import assert_mixing, assert_stream
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
-PIECES = 30
+PIECES = 60
 
 # By hand, from the code of transformers: the rows of the first block, the last norm and the head.
 FAMILIES = {
