@@ -288,12 +288,13 @@ def _finding(examined: _Examined, relations: Relations) -> Finding:
     if value is None:
         return _unfitting(examined, errors, relations, evidence)
     layer, error = relations.layer(value, target), errors.get(value, math.inf)
-    kind, words = _as_named(examined, errors, relations)
+    is_named = target is not None and relations.are_equal(value, target)
+    kind, words = _as_named(examined, errors, relations, target if is_named else value)
     if evidence is not None:
         kind, words = evidence.kind, evidence.words
     if target is None:
         kind = "no such name"
-    elif not relations.are_equal(value, target):
+    elif not is_named:
         kind = relations.kind(value, target)
     return Finding(layer, kind, error, examined.rounding_at(value).median, words)
 
@@ -323,9 +324,12 @@ def _unfitting(
 
 
 def _as_named(
-    examined: _Examined, errors: Mapping[Value, float], relations: Relations
+    examined: _Examined,
+    errors: Mapping[Value, float],
+    relations: Relations,
+    held: Value | None,
 ) -> tuple[Kind, str]:
-    """Return the kind of a column that fits its layer, by its numbers and single rows."""
+    """Return the kind of a column that fits the layer it holds, by its numbers and single rows."""
     direct = examined.equal.get(None, 1.0)
     for dtype, share in examined.equal.items():
         # Each number is rounded to the dtype in between, and some by chance as without it.
@@ -336,15 +340,15 @@ def _as_named(
         words = f"{examined.num_unexplained} of {counted(examined.num_rows, 'row')} are off"
         return "beyond rounding", words
     target = examined.target
-    if target is None or target not in errors:
+    if target is None or held is None or held not in errors:
         return "as named", ""
     alike = [
         relations.layer(value, target).name
         for value, error in errors.items()
         if error <= examined.rounding_at(value).limit
         and not isinstance(value.label, OperationIdx)
-        and error < 2 * errors[target]
-        and not relations.are_equal(value, target)
+        and error < 2 * errors[held]
+        and not relations.are_equal(value, held)
     ]
     return "as named", f"rounding can't tell it from {few(_distinct(alike), 3)}" if alike else ""
 

@@ -289,7 +289,9 @@ def _kind_of(
     if any(pads) and all(abs(x) == pad for x, pad in zip(offsets, pads, strict=True)):
         return "other padding side", "the padding is on the other side of the real tokens"
     if any(offsets) and len({*offsets}) == 1:
-        return "shifted by a token", f"a row holds what belongs {offsets[0]:+d} positions further"
+        where = "later" if offsets[0] > 0 else "earlier"
+        words = f"a row holds what belongs {counted(abs(offsets[0]), 'position')} {where}"
+        return "shifted by a token", words
     return None
 
 

@@ -9,6 +9,10 @@ partner has made one of them, and the codes have parted there; or the pair was g
 and has made the difference itself. For a module that is called, a value that is returned, or one
 that was made by no step, there is no operation to name. If the layers have received other inputs,
 only the first case is certain.
+
+Where called modules are forced to return the same, their calls pair by what they return. From what
+such a call is given, or what is returned, the codes are followed backwards up to values that both
+make; the first operations behind these are named.
 """
 
 from __future__ import annotations
@@ -267,7 +271,8 @@ def first_operations(
     is_forced : bool, default False
         Whether modules that are called return the same in both codes, whatever they are given.
     """
-    pairs = _aligned(own, other) if own and other else []
+    keys = _keys(own, other, differ if is_forced else None)
+    pairs = _aligned(*keys) if own and other else []
     # Both codes end with a return, which alone is nothing in common.
     if len(pairs) < 2 and not _are_alike(own, other):
         return _STRANGERS
@@ -283,6 +288,12 @@ def first_operations(
         # At the end, nothing is made of what is given.
         if not unequal and not looks_on:
             return _pair(own[at].row, other[to].row)
+        if unequal and is_forced:
+            # Steps that only look alike, such as transpositions, say nothing.
+            if not looks_on:
+                continue
+            if alone := _first_alone(own, other, unequal, differ):
+                return alone
         if unequal and received_same:
             found = _parting(own, other, pairs, unequal)
             return found or _pair(own[at].row, other[to].row)
@@ -293,9 +304,34 @@ def _pair(own: Operation | None, other: Operation | None) -> OperationPair:
     return OperationPair(own, other) if own or other else _UNSEEN
 
 
-def _aligned(own: Steps, other: Steps) -> list[tuple[int, int]]:
-    """Pair the numbers of steps; both codes end with a return."""
-    keys, others = [one.key for one in own[:-1]], [one.key for one in other[:-1]]
+def _keys(own: Steps, other: Steps, differ: Differ | None) -> tuple[list[Any], list[Any]]:
+    """Return what pairs the steps of two codes.
+
+    With ``differ``, calls of modules pair if they return the same, as forced ones do, and never by
+    shapes alone: a query is no output projection.
+    """
+    keys, others = [one.key for one in own], [one.key for one in other]
+    if differ is not None:
+        calls = {at: step for at, step in enumerate(own) if step.key[0] == _CALL}
+        for to, step in enumerate(other):
+            same = (
+                at
+                for at, call in calls.items()
+                if call.key == step.key and not any(map(differ, call.made, step.made))
+            )
+            if step.key[0] == _CALL and (at := next(same, None)) is not None:
+                del calls[at]
+                keys[at] = others[to] = (_CALL, at)
+            elif step.key[0] == _CALL:
+                others[to] = (_CALL, "candidate", to)
+        for at in calls:
+            keys[at] = (_CALL, "reference", at)
+    return keys, others
+
+
+def _aligned(own: list[Any], other: list[Any]) -> list[tuple[int, int]]:
+    """Pair the numbers of steps, by their keys; both codes end with a return."""
+    keys, others = own[:-1], other[:-1]
     start = len([*takewhile(lambda pair: pair[0] == pair[1], zip(keys, others, strict=False))])
     matcher = difflib.SequenceMatcher(None, keys[start:], others[start:], autojunk=False)
     pairs = [(at, at) for at in range(start)]
@@ -310,7 +346,10 @@ def _are_alike(own: Steps, other: Steps) -> bool:
 
 
 def _parting(
-    own: Steps, other: Steps, pairs: list[tuple[int, int]], unequal: Sequence[_Inputs]
+    own: Steps,
+    other: Steps,
+    pairs: list[tuple[int, int]],
+    unequal: Sequence[_Inputs],
 ) -> OperationPair | None:
     """Return the operations at which codes part, if steps without partners made the inputs.
 
@@ -328,6 +367,39 @@ def _parting(
             _row_at(own, a + 1, c, other, b + 1), _row_at(other, b + 1, d, own, a + 1)
         )
     return _UNSEEN if None in producers | other_producers else None
+
+
+def _first_alone(
+    own: Steps, other: Steps, unequal: Sequence[_Inputs], differ: Differ
+) -> OperationPair | None:
+    """Return the first operation of each code whose value the other doesn't make, if both have one.
+
+    They are looked for backwards from inputs that differ, as far as values that both codes make.
+    """
+    first = _alone(own, other, [one.producer for one, _ in unequal if one is not None], differ)
+    second = _alone(other, own, [one.producer for _, one in unequal if one is not None], differ)
+    return OperationPair(first, second) if first and second else None
+
+
+def _alone(
+    code: Steps, other: Steps, producers: list[int | None], differ: Differ
+) -> Operation | None:
+    made = [tensor for step in other for tensor in step.made]
+    todo, alone = [*producers], set[int]()
+    while todo:
+        at = todo.pop()
+        if at is None or at == OUTSIDE or at in alone:
+            continue
+        step = code[at]
+        if step.made and all(any(_is_same(x, y, differ) for y in made) for x in step.made):
+            continue
+        alone.add(at)
+        todo += [one.producer for one in step.inputs]
+    return next((row for at in sorted(alone) if (row := code[at].row) is not None), None)
+
+
+def _is_same(one: Tensor, two: Tensor, differ: Differ) -> bool:
+    return one.shape == two.shape and not differ(one, two)
 
 
 def _rows(code: Steps) -> list[Operation]:

@@ -289,7 +289,15 @@ def test_rows_and_layer_that_are_both_wrong_are_named_for_the_layer(rnet, net):
     findings = tokens({BLOCK: held["model.layers.0"].roll(1, 1)}).audit(rnet, inputs())
     finding = findings[BLOCK]
     assert (finding.kind, finding.layer.name) == ("other layer", "model.layers.0")
-    assert "positions" in finding.words
+    assert finding.words == "a row holds what belongs 1 position earlier"
+    earlier = tokens({BLOCK: held[BLOCK].roll(-2, 1)}).audit(rnet, inputs())[BLOCK]
+    assert earlier.words == "a row holds what belongs 2 positions later"
+
+
+def test_words_do_not_name_the_layer_that_a_column_was_found_to_hold(rnet, net):
+    finding = tokens({BLOCK: states(net, inputs())["model.layers.2"]}).audit(rnet, inputs())[BLOCK]
+    assert (finding.kind, finding.layer.name) == ("other layer", "model.layers.2")
+    assert finding.words == ""
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tests.analysis.comparing.local_nets import (
     Attention,
     Experts,
     FlashAttention,
+    FusedAttention,
     FusedExperts,
     Transformer,
     convolutional,
@@ -328,6 +329,36 @@ def test_masks_that_are_written_in_other_ways_are_equal() -> None:
     assert judged(net, port.bfloat16(), IDS).faults == ()
     port.offset = 2
     assert names(judged(net, port, IDS)) == [""]
+
+
+class RewrittenAttention(FusedAttention):
+    """The same in other steps, none of which stands beside one of the original's."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        made = self.qkv(x).view(*x.shape[:2], 3, self.heads, -1)
+        query, key, value = made.permute(2, 0, 3, 1, 4)
+        scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * self.scaling
+        later = torch.ones(x.shape[1], x.shape[1]).tril() == 0
+        weights = torch.exp(scores.masked_fill(later, -torch.inf))
+        weights = weights / weights.sum(-1, keepdim=True)
+        mixed: Tensor = torch.einsum("bhqk,bhkd->bqhd", weights, value).reshape(x.shape)
+        result: Tensor = self.o_proj(mixed)
+        return result
+
+
+def test_the_line_of_a_fault_in_a_port_that_was_written_in_other_steps() -> None:
+    """By shapes alone, the original's query would pair with the port's output projection."""
+    net = transformer()
+    port = fused(net)
+    for block in port.blocks:
+        block.attention.__class__ = RewrittenAttention
+    assert judged(net, copy.deepcopy(port).bfloat16(), IDS).faults == ()
+    port.blocks[1].attention.scaling *= 1.3
+    fault = judged(net, port.bfloat16(), IDS, operations=True).faults[0]
+    assert fault.layer.name == "blocks.1.attention"
+    assert fault.operation is not None
+    assert fault.operation.name == "blocks.1.attention/mul:0"
+    assert fault.operation.source == "scores = query @ key.mT * self.scaling"
 
 
 # -- structures ------------------------------------------------------------------------------------
