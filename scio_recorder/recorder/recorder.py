@@ -164,11 +164,6 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
             net, force_static_flow=force_static_flow, **summary_kwargs
         )
         super().__init__()
-        if isinstance(net, Recorder):
-            warn(
-                "the net is a Recorder itself, so names of layers begin with _net: write "
-                "Recorder(rnet.net, ...), unless both are to record"
-            )
         self.training = net.training
         self._net = net
         self.summary = statistics

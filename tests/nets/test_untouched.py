@@ -413,8 +413,7 @@ def test_a_recorder_in_the_net_is_as_before(can_be_copied: bool) -> None:
         return [tensor.clone() for tensor in (*records, *net.buffers())]
 
     before = state()
-    with pytest.warns(UserWarning, match="the net is a Recorder itself"):
-        outer = Recorder(rnet, input_size=(2, 4), mode="train")
+    outer = Recorder(rnet, input_size=(2, 4), mode="train")
     outer.record("*norm")
     outer.sweep(*torch.randn(2, 2, 4), lambda out: out.sum())
     assert all(map(torch.equal, state(), before))
