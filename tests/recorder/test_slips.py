@@ -171,7 +171,6 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Recorder(gpt2(), input_data="a text"), LabellingError, "tokenizer(texts, return_ten"),
     (lambda: Recorder(gpt2(), input_size=(1, 4)), LabellingError, "dtypes=[torch.long]"),
     (lambda: Recorder(nn.DataParallel(net()), input_size=(1, 4)), UnsupportedNetError, ".module"),
-    (lambda: Recorder(recorder(), input_size=(1, 4)), UserWarning, "write Recorder(rnet.net, ...)"),
     (lambda: recorder().load_state_dict(net().state_dict()), ArgumentError, "rnet.net.load_state"),
     (
         lambda: recorder().load_state_dict(net().state_dict(), strict=False),
