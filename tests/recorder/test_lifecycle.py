@@ -368,8 +368,7 @@ def test_what_is_not_there_yet_says_how_to_get_it() -> None:
 def test_a_recorder_of_a_recorder_records_what_the_net_returns() -> None:
     net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))
     inner = Recorder(net, input_size=(1, 5))
-    with pytest.warns(UserWarning, match=r"write Recorder\(rnet.net, ...\)"):
-        outer = Recorder(inner, input_size=(1, 5))
+    outer = Recorder(inner, input_size=(1, 5))
     inner.record("0", "2")
     outer.record("_net.0", "_net.1", gradients=True)
     x = torch.randn(2, 5)
