@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -255,6 +255,8 @@ class Model(nn.Module):
             return self.head(self.norm(x) + states[1])
         if self.head_of == "pooled":
             return self.head(self.norm(x).mean(1))
+        if self.head_of == "bare":
+            return self.head(x)
         if self.head_of == "summed":
             return self.head(self.norm(x)).cumsum(1)
         if self.head_of == "last":
@@ -299,7 +301,8 @@ def test_ways_of_adding(way: str, attn: str, mlp: str, mid: str | None) -> None:
     assert [rows["attn_out"], rows["mlp_out"]] == [
         f"blocks.0{part if part.startswith('/') else f'.{part}'}" for part in (attn, mlp)
     ]
-    assert (rows["resid_mid"] == f"blocks.0{mid}") == (mid is not None)
+    # A reason is a sentence, and names have no spaces.
+    assert rows["resid_mid"] == f"blocks.0{mid}" if mid else " " in rows["resid_mid"]
     rnet = Recorder(net, input_data=IDS)
     stream = rnet.residual_stream()
     values = recorded(rnet, stream)
@@ -390,6 +393,32 @@ def test_a_net_without_a_head_has_no_logits() -> None:
     rows = names(Model("in turn", head="none"))
     assert rows["final_norm"] == "norm"
     assert "returns the stream itself" in rows["logits"]
+
+
+def test_a_head_without_a_norm_is_no_norm() -> None:
+    rows = names(Model("in turn", head="bare"))
+    assert rows["logits"] == "head"
+    assert rows["final_norm"] == "no layer takes the last resid_post and norms it"
+
+
+class Flagged(nn.Linear):
+    """Notes the mode of each call outside of everything that is put back."""
+
+    modes: ClassVar[set[bool]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).modes.add(self.training)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_the_network_runs_in_the_mode_of_its_labelling(mode: str) -> None:
+    net = Model("in turn").train(mode != "train")
+    net.head = Flagged(8, 20)
+    rnet = Recorder(net, input_data=IDS, mode=mode)
+    Flagged.modes.clear()
+    rnet.residual_stream()
+    assert Flagged.modes == {mode == "train"}
 
 
 def test_what_a_block_only_receives_is_read_as_its_input() -> None:
