@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -258,9 +257,8 @@ class GuardedTraining:
         rnet.guard.__wrapped__(rnet, **options)
         self.guard: Guard | None = None
         self._rnet, self._options = rnet, options
+        # Not every trainer tells of an exception: a block that is dropped ends by itself.
         self._block = ExitStack()
-        # Not every trainer tells of an exception, and no block can end while Python itself does.
-        weakref.finalize(self, self._block.__exit__, GeneratorExit, GeneratorExit(), None)
 
     def begin_guard(self, owner: Any = None) -> None:
         """Begin to guard.

@@ -106,8 +106,7 @@ class MethodBlock(AbstractContextManager[T_co]):
         return self._open[0].__enter__()
 
     def __exit__(self, *exception: Any) -> bool | None:
-        # The interpreter's exit may have ended it already.
-        return self._open.pop().__exit__(*exception) if self._open else None
+        return self._open.pop().__exit__(*exception)
 
     def __repr__(self) -> str:
         return f"{self._name}() opens a block: write `with rnet.{self._name}(...) as {self._name}:`"
