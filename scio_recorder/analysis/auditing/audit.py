@@ -350,11 +350,8 @@ def _as_named(
         and error < 2 * errors[held]
         and not relations.are_equal(value, held)
     ]
-    return "as named", f"rounding can't tell it from {few(_distinct(alike), 3)}" if alike else ""
-
-
-def _distinct(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
+    names = list(dict.fromkeys(alike))
+    return "as named", f"rounding can't tell it from {few(names, 3)}" if alike else ""
 
 
 @names_arguments
