@@ -21,32 +21,21 @@ from scio_recorder.nets.records import Records
 from tests.harness import MODES, Mode, make_recorder, trace
 from tests.oracle import differences, seed_everything
 from tests.zoo import CASES, Case
+from tests.zoo.base import Net
 
 
-class Overwriting(nn.Module):
+def overwriting(net: Any, x: Tensor) -> Tensor:
     """Hides the output of its first layer in zeros, which torch does not count as a write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        output: Tensor = self.last(hidden)
-        hidden.detach().numpy()[:] = 0
-        return output
+    hidden = net.first(x)
+    output: Tensor = net.last(hidden)
+    hidden.detach().numpy()[:] = 0
+    return output
 
 
-class Checkpointed(nn.Module):
+def checkpointed(net: Any, x: Tensor) -> Tensor:
     """Runs the layer inside it again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = checkpoint(lambda x: self.inner(x).exp(), x, use_reentrant=False)
-        return output
+    output: Tensor = checkpoint(lambda x: net.inner(x).exp(), x, use_reentrant=False)
+    return output
 
 
 class Doubled(torch.autograd.Function):
@@ -175,7 +164,7 @@ def test_nothing_of_before_is_lost(x: Tensor) -> None:
 def test_a_pass_of_before_can_still_run_backward(x: Tensor) -> None:
     def gradient(checks: bool) -> Any:
         torch.manual_seed(0)
-        net = Checkpointed()
+        net = Net(checkpointed, inner=nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
         rnet = Recorder(net, input_size=(1, 4))
         rnet.record("inner")
         output = rnet(x, activation_postproc=lambda tensor: tensor * 3)
@@ -219,7 +208,8 @@ def test_a_record_that_was_overwritten_is_found(x: Tensor) -> None:
 def test_a_write_that_is_not_counted_is_found_in_the_second_pass(
     is_blind: bool, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rnet = Recorder(Overwriting(), input_size=(1, 4))
+    net = Net(overwriting, first=nn.Linear(4, 4), last=nn.Linear(4, 2))
+    rnet = Recorder(net, input_size=(1, 4))
     rnet.record("*")
     if is_blind:
         monkeypatch.setattr(keeping, "same_bits", lambda one, other: True)

@@ -25,6 +25,7 @@ from scio_recorder import (
 from scio_recorder.analysis import similarity as room
 from scio_recorder.analysis.similarity import Similarity
 from scio_recorder.reductions import Mean
+from tests.zoo.base import Net
 
 SAMPLES = torch.Generator().manual_seed(0)
 IMAGES = torch.randn(90, 3, 6, 6, generator=SAMPLES) + 1
@@ -343,15 +344,10 @@ def test_frame_and_figure_have_names(first: Recording, second: Recording) -> Non
 
 
 def test_calls_of_one_module_have_names_of_their_own() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act = nn.Tanh()
+    def twice(net: Any, x: Tensor) -> Tensor:
+        return net.act(net.act(x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.act(self.act(x))
-
-    found = similarity(*[recorded(Twice(), torch.randn(9, 3))] * 2)
+    found = similarity(*[recorded(Net(twice, act=nn.Tanh()), torch.randn(9, 3))] * 2)
     assert list(found.to_frame().columns) == ["act", "act (call 2)", "(root)"]
 
 

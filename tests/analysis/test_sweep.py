@@ -315,16 +315,11 @@ def test_attributes_of_tensors_go_on() -> None:
         y.factor = 3
         return y
 
-    class Uses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.marks, self.last = Do(marked), nn.Linear(3, 3)
+    def uses(net: Any, x: Tensor) -> Any:
+        y = net.marks(x)
+        return net.last(y * y.factor)
 
-        def forward(self, x: Tensor) -> Any:
-            y = self.marks(x)
-            return self.last(y * y.factor)
-
-    rnet = recorder(Uses(), "last", input_size=(2, 3))
+    rnet = recorder(Net(uses, marks=Do(marked), last=nn.Linear(3, 3)), "last", input_size=(2, 3))
     effects = rnet.sweep(X, Y, weighed)
     assert effects["last"] == effects.clean
 
@@ -372,16 +367,10 @@ class Ticking(nn.Module):
         return x * self.ticks
 
 
-class Beside(nn.Module):
+def beside(net: Any, x: Tensor) -> Tensor:
     """Adds what ticks to what a layer returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.beside = nn.Identity(), Ticking()
-
-    def forward(self, x: Tensor) -> Tensor:
-        ticks: Tensor = self.layer(x) + self.beside(torch.ones(2, 3))
-        return ticks
+    ticks: Tensor = net.layer(x) + net.beside(torch.ones(2, 3))
+    return ticks
 
 
 @pytest.mark.parametrize("place", ["before the layer", "after it", "beside it"])
@@ -392,7 +381,7 @@ def test_a_net_that_keeps_state_out_of_reach_is_refused(
     net, name = {
         "before the layer": (nn.Sequential(Ticking(), layer), "1"),
         "after it": (nn.Sequential(layer, Ticking()), "0"),
-        "beside it": (Beside(), "layer"),
+        "beside it": (Net(beside, layer=nn.Identity(), beside=Ticking()), "layer"),
     }[place]
     rnet = recorder(net, name, input_size=(2, 3))
     monkeypatch.setattr(Ticking, "ticks", 0)
@@ -458,23 +447,17 @@ def test_estimates_stand_beside_their_layers() -> None:
     assert len({round(value.item(), 9) for value in expected.values()}) == 2
 
 
-class Shortcut(nn.Module):
+def shortcut(net: Any, x: Tensor) -> Tensor:
     """Has layers that return what they were given, which goes on beside them as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.skip, self.inplace = nn.Identity(), nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        y = self.inner(x).tanh() + self.skip(x)
-        return y + self.inplace(y * 2) * self.skip(y)
+    x = net.first(x)
+    y = net.inner(x).tanh() + net.skip(x)
+    return y + net.inplace(y * 2) * net.skip(y)
 
 
 def test_estimates_count_what_goes_on_from_a_layer_alone() -> None:
     torch.manual_seed(0)
-    net = Shortcut().double()
+    parts = {"first": nn.Linear(3, 3), "inner": nn.Linear(3, 3), "skip": nn.Identity()}
+    net = Net(shortcut, inplace=nn.ReLU(inplace=True), **parts).double()
     corrupted = torch.randn(4, 3, dtype=torch.float64)
     clean = corrupted + 1e-7 * torch.randn(4, 3, dtype=torch.float64)
     rnet = recorder(net, "*", input_data=clean)

@@ -417,7 +417,6 @@ def interrupted(arguments, *, path=None, by=signal.SIGINT):
         text=True,
         env=environment,
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(by)
         _, said = process.communicate(timeout=600)

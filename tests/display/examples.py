@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder, Recording
+from tests.zoo.base import Net
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -22,22 +24,16 @@ HOSTILE = [
 ]
 
 
-class Gate(nn.Module):
+def gate(net: Any, x: Tensor) -> Tensor:
     """Calls one module twice and leaves another out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv2d(3, 4, 1)
-        self.act = nn.ReLU()
-        self.unused = nn.Sequential(nn.Linear(2, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(-self.act(self.mix(x)) + 1)
+    return net.act(-net.act(net.mix(x)) + 1)
 
 
 def small_recorder() -> Recorder:
     torch.manual_seed(0)
-    net = nn.Sequential(Gate(), nn.Flatten(), nn.Linear(64, 8), nn.Tanh()).eval()
+    unused = nn.Sequential(nn.Linear(2, 2))
+    first = Net(gate, mix=nn.Conv2d(3, 4, 1), act=nn.ReLU(), unused=unused)
+    net = nn.Sequential(first, nn.Flatten(), nn.Linear(64, 8), nn.Tanh()).eval()
     with torch.no_grad():
         net[0].mix.bias[1] = -1e3
         net[2].weight[2] = 0
@@ -90,20 +86,15 @@ def wide_recording(count: int) -> Recording:
     return rnet.collect([torch.randn(4, 3)], progress=False)
 
 
-class Deep(nn.Module):
+def deep(net: Any, x: Tensor) -> Tensor:
     """Layers whose names begin alike, in a list that does not run itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transformer_blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.transformer_blocks:
-            x = block(x)
-        return x
+    for block in net.transformer_blocks:
+        x = block(x)
+    return x
 
 
 def deep_recording() -> Recording:
-    rnet = Recorder(Deep(), input_size=(1, 3))
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3)) for _ in range(3))
+    rnet = Recorder(Net(deep, transformer_blocks=blocks), input_size=(1, 3))
     rnet.record("*")
     return rnet.collect([torch.randn(4, 3)], progress=False)

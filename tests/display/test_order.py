@@ -159,7 +159,6 @@ def test_a_tree_shows_each_layer_inside_what_holds_it(rnet: Recorder) -> None:
         path: list[str] = []
         for line in lines:
             label = re.search(r"\d+-\d+", line)
-            assert label is not None
             layer = rnet.architecture[label[0]]
             path[layer.depth :] = [layer.name.rpartition(".")[2]]
             assert path[-1] in line

@@ -9,6 +9,7 @@ import stat
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,6 +26,7 @@ from scio_recorder.recording import statistics
 from scio_recorder.recording.statistics import RunningStatistics
 from scio_recorder.reductions import alive
 from tests.display.examples import hostile_recording, small_recording
+from tests.zoo.base import Net
 
 
 def text(recording: Recording, folder: Path, **options: str) -> str:
@@ -34,7 +36,6 @@ def text(recording: Recording, folder: Path, **options: str) -> str:
 def test_nothing_may_be_fetched(tmp_path: Path) -> None:
     html = text(small_recording(), tmp_path)
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
-    assert policy is not None
     assert policy[1] == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     assert html.index("Content-Security-Policy") < html.index("<style")
     assert "://" not in html
@@ -437,18 +438,14 @@ def test_plain_layers_give_no_alarm(samples: torch.Tensor, tmp_path: Path) -> No
 
 
 def test_an_infinity_is_no_explosion_and_faults_come_first(tmp_path: Path) -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dead, self.loud, self.broken = nn.ReLU(), nn.Identity(), nn.Identity()
+    def both(net: Any, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones(x.shape[1])
+        scale[2] = 1e5
+        net.dead(-x.abs())
+        return net.broken(net.loud(x * scale) / torch.zeros(()))  # type: ignore[no-any-return]  # a module
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            scale = torch.ones(x.shape[1])
-            scale[2] = 1e5
-            self.dead(-x.abs())
-            return self.broken(self.loud(x * scale) / torch.zeros(()))  # type: ignore[no-any-return]  # a module
-
-    rnet = Recorder(Both(), input_size=(2, 10))
+    net = Net(both, dead=nn.ReLU(), loud=nn.Identity(), broken=nn.Identity())
+    rnet = Recorder(net, input_size=(2, 10))
     rnet.record("dead", "loud", "broken")
     recording = rnet.collect([torch.rand(9, 10) + 1], progress=False)
     lines = alarms(recording, tmp_path)

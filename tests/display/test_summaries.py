@@ -65,7 +65,6 @@ def test_statistics_and_bars(samples: Tensor) -> None:
     assert (values.low, values.high) == (whole.min(), whole.max())
     assert values.zeros == (whole == 0).mean()
     assert (values.nans, values.infinities) == (0, 0)
-    assert bars is not None
     counts, _ = np.histogram(whole, bins=7, range=(bars.low, bars.high))
     assert bars.counts == tuple(counts)
     assert sum(bars.counts) + bars.below + bars.above == whole.size
@@ -81,13 +80,11 @@ def test_values_that_are_not_finite_are_counted_apart() -> None:
     assert (found.values.mean, found.values.high) == (math.inf, math.inf)
     finite = samples[samples.isfinite()].double().numpy()
     assert found.values.low == finite.min()
-    assert found.bars is not None
     assert (found.bars.below, found.bars.above) == (0, 1)
     assert (found.bars.low, found.bars.high) == (finite.min(), finite.max())
     samples[4, 2] = -math.inf
     drawn = of(samples).finite
     finite = samples[samples.isfinite()].double().numpy()
-    assert drawn is not None
     assert drawn.mean == pytest.approx(finite.mean())
     assert drawn.std == pytest.approx(finite.std(ddof=1))
     assert (drawn.low, drawn.high) == (finite.min(), finite.max())
@@ -118,7 +115,6 @@ def test_far_values_do_not_flatten_the_rest() -> None:
     samples[7, 0] = -1e4
     found = of(samples)
     whole = samples.double().numpy()
-    assert found.bars is not None
     assert found.bars.low == pytest.approx(whole.mean() - 6 * whole.std(ddof=1))
     assert found.bars.high == whole.max()
     assert (found.bars.below, found.bars.above) == (1, 0)
@@ -173,7 +169,6 @@ def test_dead_units_are_those_that_never_change() -> None:
     samples[:, 0], samples[:, 2] = math.nan, math.inf
     samples[:9, 3], samples[9, 3] = 0.0, 1e-30
     units = of(samples).units
-    assert units is not None
     assert (units.count, units.zero, units.dead) == (6, 2, 3)
 
 
@@ -184,7 +179,6 @@ def test_units_of_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = kept(samples, nn.Tanh())
     monkeypatch.setattr("scio_recorder.recording.readable._PART_BYTES", samples.nbytes // 20)
     units = summarise(recording, [(0, 1)], bins=None)[0].units
-    assert units is not None
     assert (units.count, units.zero, units.dead, units.saturated) == (12, 1, 1, 2)
 
 
@@ -220,7 +214,6 @@ class BatchNorm1d(nn.Identity):
 )
 def test_where_units_lie(shape: tuple[int, ...], net: nn.Module, count: int) -> None:
     units = of(torch.randn(shape), net).units
-    assert units is not None
     assert units.count == count
 
 
@@ -238,7 +231,6 @@ def test_where_units_lie(shape: tuple[int, ...], net: nn.Module, count: int) -> 
 )
 def test_saturated_units(net: nn.Module, given: list[float], saturated: int | None) -> None:
     units = of(torch.tensor([given] * 20), net).units
-    assert units is not None
     assert units.saturated == saturated
 
 
@@ -247,7 +239,6 @@ def test_saturated_from_95_percent_of_the_values_on(inside: int, saturated: int)
     samples = torch.full((20, 1), 9.0)
     samples[:inside] = 0.0
     units = of(samples, nn.Tanh()).units
-    assert units is not None
     assert units.saturated == saturated
 
 
@@ -256,7 +247,6 @@ def test_within_one_percent_of_the_range() -> None:
     edge = math.atanh(0.98)
     samples = torch.tensor([[edge + 1e-3, edge - 1e-3]] * 4)
     units = of(samples, nn.Tanh()).units
-    assert units is not None
     assert units.saturated == 1
 
 
@@ -276,7 +266,6 @@ def test_reductions_say_what_they_know() -> None:
     assert found.values.mean == pytest.approx(whole.mean(), rel=1e-5)
     assert found.values.std == pytest.approx(whole.std(ddof=1), rel=1e-5)
     assert (found.values.low, found.values.high) == (whole.min(), whole.max())
-    assert found.bars is not None
     assert found.bars.counts == tuple(np.histogram(whole, bins=6, range=(0.0, 9.0))[0])
     assert (found.bars.below, found.bars.above) == ((whole < 0).sum(), (whole > 9).sum())
     assert (found.units, found.values.nans, list(found.notes)) == (None, None, [])

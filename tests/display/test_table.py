@@ -14,6 +14,7 @@ from torch import nn
 
 from scio_recorder import Recorder
 from tests.display.examples import hostile_recording, small_recorder, small_recording
+from tests.zoo.base import Net
 
 
 def printed(shown: object, width: int, **options: object) -> str:
@@ -89,19 +90,10 @@ def test_names_are_not_markup_and_reach_no_terminal() -> None:
     assert "\\ud800" in text
 
 
-class Listed(nn.Module):
-    """Calls what is in a list, and never the list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = nn.ModuleList([nn.Linear(2, 2)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.steps[0](x)
-
-
 def test_rows_that_did_not_run_say_so_and_are_dim() -> None:
-    text = printed(Recorder(Listed(), input_size=(1, 2)), 80, force_terminal=True)
+    # It calls what is in a list, and never the list.
+    net = Net(lambda net, x: net.steps[0](x), steps=nn.ModuleList([nn.Linear(2, 2)]))
+    text = printed(Recorder(net, input_size=(1, 2)), 80, force_terminal=True)
     (line,) = [line for line in text.splitlines() if "steps" in line]
     assert "did not run" in line
     assert line.startswith("\x1b[2m")

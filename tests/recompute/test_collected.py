@@ -201,18 +201,12 @@ def test_hooks_on_inputs_act_once_also_where_modules_are_nested() -> None:
 
 
 def test_a_buffer_that_is_replaced_and_grows(gather: Gather) -> None:
-    class Memory(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(1, 4))
-            self.act = nn.Identity()
+    def memory(net: Any, x: Tensor) -> Tensor:
+        out: Tensor = net.act(x + net.seen.sum(0))
+        net.seen = torch.cat([net.seen, x[:1]])
+        return out
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.act(x + self.seen.sum(0))
-            self.seen = torch.cat([self.seen, x[:1]])
-            return out
-
-    rnet = recorder("0", net=nn.Sequential(Memory()))
+    rnet = recorder("0", net=nn.Sequential(Net(memory, seen=torch.zeros(1, 4), act=nn.Identity())))
     with Watch(rnet.net) as watch:
         recording = gather(rnet, batches(*SIZES))
     seen = rnet.net[0].seen

@@ -153,15 +153,11 @@ def test_what_can_not_be_kept_is_refused_by_layer_and_type(tmp_path: Path) -> No
 
 
 def test_what_two_batches_of_a_chunk_share_is_there_once(tmp_path: Path) -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Net(lambda net, x, mask: x * mask[:, 0])
+    def masked(net: Any, x: Tensor) -> Tensor:
+        return net.inner(x, torch.ones(4, 50_000))  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x, torch.ones(4, 50_000))  # type: ignore[no-any-return]
-
-    rnet = Recorder(Masked(), input_size=(2, 4), verbose=0)
+    net = Net(masked, inner=Net(lambda net, x, mask: x * mask[:, 0]))
+    rnet = Recorder(net, input_size=(2, 4), verbose=0)
     rnet.record("inner", inputs=True)
     rnet.collect(batches(*SIZES), store=f"disk:{tmp_path / 'run'}")
     recording = open_recording(tmp_path / "run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,20 +78,14 @@ REFUSED = {"counts_its_calls", "transformer_encoder"}
 CHOSEN = ("train-grad", "eval-no_grad", "eval-inference", "train-autocast")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-        self.drop = nn.Dropout(0.5)
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.drop(self.norm(x)))  # type: ignore[no-any-return]
+def block() -> nn.Module:
+    parts = {"norm": nn.BatchNorm1d(4), "drop": nn.Dropout(0.5), "act": nn.ReLU(inplace=True)}
+    return Net(lambda net, x: net.act(net.drop(net.norm(x))), **parts)
 
 
 def blocks(count: int = 3) -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), Block()) for _ in range(count)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), block()) for _ in range(count)))
 
 
 def recorder(net: nn.Module | None = None) -> Recorder:
@@ -136,19 +131,12 @@ def test_after_many_other_draws_and_in_another_state() -> None:
 
 
 def test_statistics_are_those_before_the_pass() -> None:
-    class Normed(nn.Module):
+    def normed(net: Any, x: Tensor) -> Tensor:
         """Returns what it would have done in evaluation mode, and learns the statistics."""
+        moved = net.inner(x - net.norm.running_mean)
+        return moved + net.norm(x)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-            self.inner = nn.Identity()
-
-        def forward(self, x: Tensor) -> Tensor:
-            moved = self.inner(x - self.norm.running_mean)
-            return moved + self.norm(x)
-
-    net = nn.Sequential(Normed()).train()
+    net = nn.Sequential(Net(normed, norm=nn.BatchNorm1d(4), inner=nn.Identity())).train()
     rnet = recorder(net)
     rnet.record("0", inputs=True)
     for _ in range(3):
@@ -226,17 +214,10 @@ def test_a_pass_that_was_offloaded() -> None:
     assert same_bits(rnet.recompute("1.1.drop")["1.1.drop"], watch.calls["1.1.drop", 0].value)
 
 
-class Aside(nn.Module):
+def aside(net: Any, x: Tensor) -> Tensor:
     """What an inner layer returns does not show in what it returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.main = nn.Linear(4, 4)
-        self.aside = nn.Conv2d(2, 200, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.aside(torch.ones(1, 2, 5, 5))
-        return self.main(x)
+    net.aside(torch.ones(1, 2, 5, 5))
+    return net.main(x)
 
 
 def dense(net: nn.Module) -> nn.Module:
@@ -274,7 +255,8 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("layout", [dense, channels_last])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_weights_are_an_error_also_where_it_does_not_show(layout: Any, change: str) -> None:
-    rnet = Recorder(layout(nn.Sequential(Aside())), input_size=(1, 4))
+    net = Net(aside, main=nn.Linear(4, 4), aside=nn.Conv2d(2, 200, 3))
+    rnet = Recorder(layout(nn.Sequential(net)), input_size=(1, 4))
     rnet.record("0", inputs=True)
     rnet(torch.ones(2, 4))
     before = rnet.recompute("0.aside")["0.aside"]
@@ -285,21 +267,15 @@ def test_changed_weights_are_an_error_also_where_it_does_not_show(layout: Any, c
     assert not torch.equal(rnet.recompute("0.aside")["0.aside"], before)
 
 
-class Sometimes(nn.Module):
+def sometimes(net: Any, x: Tensor) -> Tensor:
     """Runs a layer beside its output, as long as an attribute says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.aside, self.runs = nn.Linear(4, 4), True
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.runs:
-            self.aside(x)
-        return x * 2
+    if net.runs:
+        net.aside(x)
+    return x * 2
 
 
 def test_a_layer_that_does_not_run_again_is_an_error() -> None:
-    rnet = Recorder(Sometimes(), input_size=(1, 4))
+    rnet = Recorder(Net(sometimes, aside=nn.Linear(4, 4), runs=True), input_size=(1, 4))
     rnet.record("", inputs=True)
     rnet(torch.ones(2, 4))
     assert "aside" in rnet.recompute("aside")
@@ -317,62 +293,41 @@ def test_another_device_is_an_error() -> None:
         rnet.recompute("1.0")
 
 
-class Shared(nn.Module):
+def shared(net: Any, part: Tensor, whole: Tensor) -> Tensor:
     """Changes one of two arguments in place, which are views of one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Identity()
-
-    def forward(self, part: Tensor, whole: Tensor) -> Tensor:
-        part.mul_(2)
-        return self.inner(whole) + 1
+    part.mul_(2)
+    return net.inner(whole) + 1
 
 
-class Sharing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = Shared()
-
-    def forward(self, x: Tensor) -> Tensor:
-        whole = x * 1
-        return self.shared(whole[:, :2], whole)
+def sharing(net: Any, x: Tensor) -> Tensor:
+    whole = x * 1
+    return net.shared(whole[:, :2], whole)
 
 
-class Writing(nn.Module):
+def writing(net: Any, x: Tensor) -> Tensor:
     """Writes a buffer in evaluation mode that is too large to be copied in every pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("large", torch.zeros(1 << 17))
-        self.inner = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.large[:4] += 1
-        return self.inner(x + self.large[:4])
+    net.large[:4] += 1
+    return net.inner(x + net.large[:4])
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.passes = 0
-        self.inner = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.passes += 1
-        return self.inner(x * self.passes)
+def counting(net: Any, x: Tensor) -> Tensor:
+    net.passes += 1
+    return net.inner(x * net.passes)
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "cause"),
-    [
-        (Sharing, "shared", "inputs that share memory"),
-        (lambda: nn.Sequential(Writing()), "0", "buffers of more than 256 KiB"),
-        (lambda: nn.Sequential(Counting()), "0", "attributes of modules that change"),
-    ],
-)
-def test_the_error_names_what_is_not_kept(make: Any, name: str, cause: str) -> None:
-    rnet = Recorder(make().eval(), input_size=(1, 4))
+LOST: list[tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], str, str]] = [
+    (sharing, {"shared": Net(shared, inner=nn.Identity())}, "shared", "inputs that share memory"),
+    (writing, {"large": torch.zeros(1 << 17)}, "", "buffers of more than 256 KiB"),
+    (counting, {"passes": 0}, "", "attributes of modules that change"),
+]
+
+
+@pytest.mark.parametrize(("forward", "parts", "name", "cause"), LOST)
+def test_the_error_names_what_is_not_kept(
+    forward: Any, parts: dict[str, Any], name: str, cause: str
+) -> None:
+    net = nn.Sequential(Net(forward, inner=nn.Identity(), **parts))
+    rnet, name = Recorder(net.eval(), input_size=(1, 4)), f"0.{name}".removesuffix(".")
     rnet.record(name, inputs=True)
     data = torch.randn(6, 4).split(3)
     recording = rnet.collect(data)
@@ -385,16 +340,10 @@ def test_the_error_names_what_is_not_kept(make: Any, name: str, cause: str) -> N
 
 
 def test_large_buffers_are_watched_and_not_copied() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mask", torch.ones(3, 1 << 17))
-            self.act = nn.Tanh()
+    def masked(net: Any, x: Tensor) -> Tensor:
+        return net.act(x * net.mask[:, :4])  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.act(x * self.mask[:, :4])  # type: ignore[no-any-return]
-
-    rnet = recorder(nn.Sequential(Masked()).eval())
+    rnet = recorder(nn.Sequential(Net(masked, mask=torch.ones(3, 1 << 17), act=nn.Tanh())).eval())
     rnet.record("0", inputs=True)
     rnet(torch.randn(3, 4))
     assert rnet.recompute("0.act")
@@ -410,18 +359,12 @@ def test_large_buffers_are_watched_and_not_copied() -> None:
 
 @pytest.mark.parametrize("columns", [4, 1 << 17])
 def test_buffers_that_a_forward_replaces(columns: int) -> None:
-    class Memory(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(1, columns))
-            self.act = nn.Tanh()
+    def memory(net: Any, x: Tensor) -> Tensor:
+        out: Tensor = net.act(x + net.seen[:, :4])
+        net.seen = net.seen + 1
+        return out
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.act(x + self.seen[:, :4])
-            self.seen = self.seen + 1
-            return out
-
-    rnet = recorder(nn.Sequential(Memory()).eval())
+    rnet = recorder(nn.Sequential(Net(memory, seen=torch.zeros(1, columns), act=nn.Tanh())).eval())
     rnet.record("0", inputs=True)
     for _ in range(2):
         with Watch(rnet.net) as watch:

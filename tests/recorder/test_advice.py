@@ -23,6 +23,7 @@ from scio_recorder.errors import (
     SelectorTypeError,
 )
 from tests.zoo import Case, transformers
+from tests.zoo.base import Net
 
 IDS = torch.randint(5, 40, (4, 7), generator=torch.Generator().manual_seed(0))
 
@@ -143,21 +144,15 @@ def test_a_transform_is_for_all_blocks() -> None:
 
 @pytest.mark.parametrize("rows", [None, Tokens()])
 def test_lines_of_several_samples_are_divided(rows: Tokens | None) -> None:
-    class Flattening(nn.Module):
+    def flattening(net: Any, input_ids: Tensor) -> Tensor:
         """Gives its layers tokens of all samples in one dimension, as mixtures of experts do."""
+        x: Tensor = net.table(input_ids)
+        for expert in net.experts:
+            x = expert(x.flatten(0, 1)).view_as(x)
+        return x
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(50, 8)
-            self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            x: Tensor = self.table(input_ids)
-            for expert in self.experts:
-                x = expert(x.flatten(0, 1)).view_as(x)
-            return x
-
-    net = Flattening()
+    experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    net = Net(flattening, table=nn.Embedding(50, 8), experts=experts)
     rnet = Recorder(net, input_data=IDS[:3, :5])
     rnet.record("experts.*")
     with pytest.raises(CollectError) as caught:
@@ -169,21 +164,17 @@ def test_lines_of_several_samples_are_divided(rows: Tokens | None) -> None:
     torch.testing.assert_close(kept, first.detach(), rtol=0, atol=1e-6)
 
 
-class Holding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])])
-        self.up = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner: Any = self.down[1]
-        out: Tensor = self.up["b"](self.up["a"](inner[0](self.down[0](x))))
-        return out
+def holding(net: Any, x: Tensor) -> Tensor:
+    inner: Any = net.down[1]
+    out: Tensor = net.up["b"](net.up["a"](inner[0](net.down[0](x))))
+    return out
 
 
 @pytest.mark.parametrize(("name", "names"), [("up", ["up.a", "up.b"]), ("down.1", ["down.1.0"])])
 def test_containers_are_unpacked(name: str, names: list[str]) -> None:
-    rnet = Recorder(Holding(), input_size=(1, 4))
+    down = nn.ModuleList([nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])])
+    up = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    rnet = Recorder(Net(holding, down=down, up=up), input_size=(1, 4))
     for selector in (name, rnet.net.get_submodule(name)):
         with pytest.raises(LayerNotFoundError) as caught:
             rnet.record(selector)

@@ -459,7 +459,6 @@ def test_comparing_and_sweeping_on_the_device() -> None:
         other.norm.weight[3] += 0.5
     sides = [recorded(side, x, "first", "norm", "last") for side in (net, other)]
     first = compare(*sides, [x]).first
-    assert first is not None
     assert first.layer.name == "norm"
     swept = sides[0].sweep(x, x.flip(0), lambda output: output[0, 0])
     with torch.no_grad():

@@ -17,6 +17,7 @@ from scio_recorder import Recorder, compare
 from scio_recorder.errors import ComparisonError
 from scio_recorder.tensors.structures import tensors
 from tests.analysis.comparing.faults import FAULTS, batches, make_net, planted
+from tests.zoo.base import Net
 
 
 def recorder(net: nn.Module) -> Recorder:
@@ -62,7 +63,6 @@ def test_the_maker_of_a_difference_is_named(fault: str) -> None:
     other = planted(net, fault)
     difference = compare(recorder(net), recorder(other), batches(), progress=False)
     first = difference.first
-    assert first is not None
     assert first.layer.name == FAULTS[fault][0]
     assert first.inputs_equal is True
     # The same by hooks: of all calls of a batch, the first to return that differs by itself.
@@ -111,17 +111,11 @@ def test_figures_are_those_of_float64() -> None:
         assert layer.cosine == pytest.approx(float(cosine), rel=1e-12)
 
 
-class Loop(nn.Module):
+def loop(net: Any, x: Tensor) -> dict[str, Any]:
     """Returns a dictionary that holds itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        made: dict[str, Any] = {"value": self.layer(x)}
-        made["whole"] = made
-        return made
+    made: dict[str, Any] = {"value": net.layer(x)}
+    made["whole"] = made
+    return made
 
 
 class Value(nn.Module):
@@ -130,7 +124,7 @@ class Value(nn.Module):
 
 
 def test_containers_that_hold_themselves_are_compared() -> None:
-    net = nn.Sequential(Loop(), Value())
+    net = nn.Sequential(Net(loop, layer=nn.Linear(4, 4)), Value())
     other = copy.deepcopy(net)
     x = torch.randn(2, 4)
     sides = [Recorder(one, input_data=x, verbose=0) for one in (net, other)]
@@ -140,7 +134,6 @@ def test_containers_that_hold_themselves_are_compared() -> None:
     with torch.no_grad():
         other[0].layer.bias += 1
     first = compare(*sides, [x]).first
-    assert first is not None
     assert first.layer.name == "0.layer"
 
 
@@ -172,7 +165,6 @@ def test_plain_values_that_a_layer_returns_are_compared(
     sides = [Recorder(Counting("same", value), input_size=(2, 3)) for value in (own, others)]
     difference = compare(*sides, [torch.ones(2, 3)])
     first = difference.first
-    assert first is not None
     assert (first.layer.name, first.inputs_equal) == ("", True)
     assert (first.reference, first.candidate, first.index) == (own, others, ())
     if distance is not None:
@@ -234,7 +226,6 @@ def test_who_tells_a_layer_otherwise_makes_the_difference(own: Any, others: Any)
     x = torch.rand(2, 3)
     sides = [Recorder(Told(told), input_size=(2, 3)) for told in (own, others)]
     difference = compare(*sides, [x])
-    assert difference.first is not None
     assert (difference.first.layer.name, difference.first.inputs_equal) == ("", True)
     assert difference["inner"].inputs_equal is False
     assert compare(sides[0], sides[0], [x])["inner"].inputs_equal is True

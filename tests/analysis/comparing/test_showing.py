@@ -303,7 +303,6 @@ def test_the_page_has_the_first_values(difference: Difference, tmp_path: Path) -
     html = difference.report(tmp_path / "page.html").read_text("utf-8")
     assert difference.sentence.replace(">", "&gt;") in html
     net, first = make_net(), difference.first
-    assert first is not None
     assert first.index is not None
     index = (int(first.sample_id or 0), *first.index)
     assert first.reference == outputs(net, "h.1.up")[index].item()

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tests.zoo.base import Net
+
 NAN, INF = torch.nan, torch.inf
 
 
@@ -55,17 +57,10 @@ class Attention(nn.Module):
         return self.softmax(self.masked(self.scores(x), mask=mask))
 
 
-class Between(nn.Module):
+def between(net: Any, x: Tensor) -> Tensor:
     """Its own code makes a NaN between two modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(4, 4)
-        self.after = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.before(x)
-        return self.after(y + (y - y) / (y - y))  # type: ignore[no-any-return]  # a module's call
+    y: Tensor = net.before(x)
+    return net.after(y + (y - y) / (y - y))  # type: ignore[no-any-return]  # a module's call
 
 
 class Structured(nn.Module):
@@ -142,7 +137,10 @@ def forward_faults() -> dict[str, tuple[nn.Module, str | None]]:
         "a mask": (nn.Sequential(linear(), Attention([1, 2])), None),
         "a weight": (nn.Sequential(linear(), linear(NAN), nn.ReLU()), "1"),
         "an infinite weight": (nn.Sequential(linear(), linear(INF), nn.ReLU()), "1"),
-        "between two modules": (nn.Sequential(linear(), Between()), "1"),
+        "between two modules": (
+            nn.Sequential(linear(), Net(between, before=nn.Linear(4, 4), after=nn.Linear(4, 4))),
+            "1",
+        ),
         "residual": (
             nn.Sequential(linear(), Residual(nn.Sequential(nn.ReLU(), Do(torch.rsqrt)))),
             "1.inner.1",

@@ -38,6 +38,7 @@ from tests.analysis.guarding.nonfinite import (
     linear,
 )
 from tests.garbage import garbage_left
+from tests.zoo.base import Net
 
 X = torch.tensor([[1.0, -2.0, 0.5, 3.0], [-1.0, 0.0, 2.0, -0.5], [0.0, 1.0, -1.0, 4.0]])
 
@@ -95,7 +96,6 @@ def test_the_maker_is_the_one_that_plain_hooks_find(number: int, name: str) -> N
         assert origin is None
         assert str(guard) == "no layer has made a NaN or an infinity in 1 pass"
         return
-    assert origin is not None
     assert origin.layer.name == seen.name
     assert origin.direction == "forward"
     assert (origin.num_nan, origin.num_inf) == (seen.num_nan, seen.num_inf)
@@ -111,7 +111,6 @@ def test_the_first_origin_stays_if_the_block_goes_on_after_its_error() -> None:
             with pytest.raises(NonFiniteError) as caught:
                 net(torch.full((1, 4), value))
             assert caught.value.origin.layer.name == maker
-    assert guard.origin is not None
     assert guard.origin.layer.name == "1"
 
 
@@ -121,7 +120,6 @@ def test_buffers_count_as_weights() -> None:
     net[1].running_mean[0] = NAN  # type: ignore[index]  # torch says it may be a module
     with rnet.guard(action="record") as guard:
         net(X)
-    assert guard.origin is not None
     assert guard.origin.layer.name == "1"
     assert (guard.origin.inputs_finite, guard.origin.weights_finite) == (True, False)
 
@@ -130,7 +128,6 @@ def test_all_that_a_call_returned_is_counted() -> None:
     net = Do(lambda x: (x, [x[:1] * NAN, x / 0], {"more": x[0, :2] * NAN}))
     with recorder(net).guard(action="record") as guard:
         net(torch.ones(3, 4))
-    assert guard.origin is not None
     assert (guard.origin.num_nan, guard.origin.num_inf, guard.origin.num_values) == (6, 12, 18)
 
 
@@ -145,7 +142,6 @@ def test_the_error_says_where_in_a_sentence() -> None:
         net(x)
     assert isinstance(caught.value, ArithmeticError)
     assert caught.value.origin is guard.origin
-    assert guard.origin is not None
     assert (guard.origin.sample, guard.origin.index) == (2, (2, 0))
     assert str(caught.value) == str(guard.origin) == str(guard)
     assert "in pass 0, the first at [2, 0]: its inputs and its weights were finite" in str(guard)
@@ -163,21 +159,15 @@ def test_the_traceback_leads_to_the_call() -> None:
 
 
 def test_calls_of_a_module_are_told_apart() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = Do(lambda x: x.log())
+    def twice(net: Any, x: Tensor) -> Any:
+        return net.shared(net.shared(x.abs() + 0.5))
 
-        def forward(self, x: Tensor) -> Any:
-            return self.shared(self.shared(x.abs() + 0.5))
-
-    net = Twice()
+    net = Net(twice, shared=Do(lambda x: x.log()))
     rnet = recorder(net)
     assert len(rnet.architecture.labels_of("shared")) == 2
     with rnet.guard(action="record") as guard:
         net(torch.full((2, 4), 3.0))
         net(X)
-    assert guard.origin is not None
     assert guard.origin.layer.call == 1
     assert guard.origin.pass_number == 1
     assert guard.num_passes == 2
@@ -188,7 +178,6 @@ def test_kinds_choose_what_is_looked_for() -> None:
     rnet = recorder(net)
     with rnet.guard(action="record", kinds=("nan",)) as guard:
         net(X)
-    assert guard.origin is not None
     assert guard.origin.layer.name == "2"
     assert not guard.origin.inputs_finite
 
@@ -206,7 +195,6 @@ def test_the_first_of_several_passes_stays_the_origin() -> None:
         net(X.abs() + 1)
         net(torch.full((1, 4), -1.0))
         net(torch.zeros(1, 4))
-    assert guard.origin is not None
     assert (guard.origin.pass_number, guard.origin.num_nan) == (1, 4)
 
 
@@ -247,7 +235,6 @@ def test_modules_that_are_called_alone_are_guarded() -> None:
     net = nn.Sequential(nn.ReLU(), Do(torch.log))
     with recorder(net).guard(action="record") as guard:
         net[1](net[0](X))
-    assert guard.origin is not None
     assert guard.origin.layer.name == "1"
 
 
@@ -258,8 +245,6 @@ def test_half_precision_overflows() -> None:
         with rnet.guard(action="record") as guard:
             net(X * 10)
         seen = first_maker(net, lambda: net(X * 10))
-    assert guard.origin is not None
-    assert seen is not None
     assert guard.origin.layer.name == seen.name == "2"
     net = nn.Sequential(linear(), Do(lambda x: x * 300), Do(lambda x: x * 300)).bfloat16()
     with Recorder(net, input_data=X.bfloat16(), verbose=0).guard():
@@ -286,36 +271,21 @@ class Used(nn.Module):
         return self.linear(x) + self.function(x * 0)
 
 
-class OfAWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([0.0, 1.0, 2.0, 3.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale.sqrt()
+def of_a_weight() -> nn.Module:
+    scale = nn.Parameter(torch.tensor([0.0, 1.0, 2.0, 3.0]))
+    return Net(lambda net, x: x + net.scale.sqrt(), scale=scale)
 
 
-class Inside(nn.Module):
-    """Its own code makes a NaN that reaches a module inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last((self.first(x) * 0).sqrt())
+def inside() -> nn.Module:
+    """Make a NaN in code of its own that reaches a module inside."""
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    return Net(lambda net, x: net.last((net.first(x) * 0).sqrt()), first=first, last=last)
 
 
-class Ahead(nn.Module):
-    """Its own code makes a NaN ahead of the module that makes its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner((x * 0).sqrt())
+def ahead() -> nn.Module:
+    """Make a NaN in code of its own, ahead of the module that makes the output."""
+    inner = nn.Sequential(nn.Linear(4, 4))
+    return Net(lambda net, x: net.inner((x * 0).sqrt()), inner=inner)
 
 
 GRADIENTS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
@@ -323,10 +293,10 @@ GRADIENTS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "sqrt at zero": (lambda: nn.Sequential(linear(), sqrt_at_zero(), linear()), "1.1"),
     "residual": (lambda: nn.Sequential(linear(), Residual(sqrt_at_zero()), linear()), "1.inner.1"),
     "sibling of a module": (lambda: nn.Sequential(linear(), Used(torch.sqrt)), "1"),
-    "a weight": (lambda: nn.Sequential(linear(), nn.Sequential(OfAWeight())), "1.0"),
-    "between, in a first module": (lambda: nn.Sequential(Inside()), "0"),
-    "between": (lambda: nn.Sequential(linear(), Residual(Inside())), "1.inner"),
-    "ahead of a module": (lambda: nn.Sequential(linear(), nn.Sequential(Ahead())), "1.0"),
+    "a weight": (lambda: nn.Sequential(linear(), nn.Sequential(of_a_weight())), "1.0"),
+    "between, in a first module": (lambda: nn.Sequential(inside()), "0"),
+    "between": (lambda: nn.Sequential(linear(), Residual(inside())), "1.inner"),
+    "ahead of a module": (lambda: nn.Sequential(linear(), nn.Sequential(ahead())), "1.0"),
     "taken back inside": (
         lambda: nn.Sequential(linear(), Do(lambda x: x.relu().sqrt())),
         None,
@@ -497,21 +467,14 @@ def test_two_backward_passes_are_judged_each_by_itself() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointed_regions_are_guarded(use_reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = linear()
-            self.inner = sqrt_at_zero()
+    def checkpointed(net: Any, x: Tensor) -> Any:
+        x = net.first(x)
+        return checkpoint(net.inner, x, use_reentrant=use_reentrant)
 
-        def forward(self, x: Tensor) -> Any:
-            x = self.first(x)
-            return checkpoint(self.inner, x, use_reentrant=use_reentrant)
-
-    net = Checkpointed()
+    net = Net(checkpointed, first=linear(), inner=sqrt_at_zero())
     with recorder(net).guard(action="record") as guard:
         loss_of(net(X)).backward()
     assert guard.num_passes == 1
-    assert guard.origin is not None
     assert (guard.origin.layer.name, guard.origin.direction) == ("inner.1", "gradient")
     assert guard.origin.pass_number == 0
 
@@ -697,7 +660,6 @@ def test_guards_recorders_and_blocks_go_together() -> None:
     assert torch.equal(passes[0]["1"], net[1](net[0](X)))
     assert inner.origin is None
     for guard in (outer, other):
-        assert guard.origin is not None
         assert guard.origin.layer.name == "2"
         assert guard.num_passes == 3
     with rnet.guard(action="record") as guard, rnet.collecting() as collection:
@@ -724,7 +686,6 @@ def test_what_hooks_of_others_put_in_counts_as_the_modules_own(where: str) -> No
         handle = handle or add()
         net(X)
     handle.remove()
-    assert guard.origin is not None
     assert guard.origin.layer.name == "1"
 
 
@@ -741,7 +702,6 @@ def test_what_a_post_processor_puts_in_is_no_layers_fault() -> None:
         net[0].weight.fill_(NAN)
     with rnet.guard(action="record") as guard:
         rnet(X, activation_postproc=torch.zeros_like)
-    assert guard.origin is not None
     assert guard.origin.layer.name == "0"
 
 
@@ -807,7 +767,6 @@ def test_a_pass_that_is_broken_off_leaves_no_calls_open() -> None:
             with pytest.raises(Breaks):
                 net(torch.full((1, 4), 10.0))
         net(X)
-    assert guard.origin is not None
     assert (guard.origin.layer.name, guard.origin.pass_number) == ("1.0", 2)
 
 
@@ -818,17 +777,12 @@ def test_a_call_that_is_broken_off_in_a_pass_stays_open_in_none() -> None:
     def fails(x: Tensor) -> Tensor:
         raise Breaks
 
-    class Tries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fails = Do(fails)
+    def tries(net: Any, x: Tensor) -> Any:
+        with pytest.raises(Breaks):
+            net.fails(x=x)
+        return x
 
-        def forward(self, x: Tensor) -> Any:
-            with pytest.raises(Breaks):
-                self.fails(x=x)
-            return x
-
-    net = Tries()
+    net = Net(tries, fails=Do(fails))
     with recorder(net).guard(action="record") as guard:
         net(x=X)
         net.fails.function = torch.sin
@@ -896,25 +850,19 @@ def test_a_pass_that_fails_is_held_by_nobody(action: Any, last: Any) -> None:
 
 
 def test_a_call_that_never_began_ends_no_other() -> None:
-    class Tries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Any:
-            with contextlib.suppress(ValueError):
-                self.inner(input=x)
-            return x.log()
+    def tries(net: Any, x: Tensor) -> Any:
+        with contextlib.suppress(ValueError):
+            net.inner(input=x)
+        return x.log()
 
     def refuse(module: nn.Module, args: Any) -> None:
         raise ValueError("refused")
 
-    net = Tries()
+    net = Net(tries, inner=nn.Linear(4, 4))
     net.inner.register_forward_pre_hook(refuse)
     with recorder(net).guard(action="record") as guard:
         net(x=X)
     # The network itself makes it.
-    assert guard.origin is not None
     assert guard.origin.layer.name == ""
 
 
@@ -950,13 +898,10 @@ def test_a_network_that_calls_itself() -> None:
     with recorder(net).guard(action="record") as guard:
         net(X)
     seen = first_maker(net, lambda: net(X))
-    assert guard.origin is not None
-    assert seen is not None
     assert (guard.origin.layer.name, guard.origin.num_nan) == (seen.name, seen.num_nan) == ("", 12)
     net = OverHalves(lambda y: (y * 0).sqrt() if len(y) == 3 else y)
     with recorder(net).guard(action="record") as guard:
         net(X).sum().backward()
-    assert guard.origin is not None
     assert (guard.origin.layer.name, guard.origin.direction) == ("", "gradient")
     assert guard.num_passes == 1
 
@@ -965,22 +910,15 @@ def test_a_failing_call_is_passed_over() -> None:
     def fails(x: Tensor) -> Tensor:
         raise ValueError
 
-    class Tries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fails = Do(fails)
-            self.log = Do(torch.log)
+    def tries(net: Any, x: Tensor) -> Any:
+        try:
+            x = net.fails(x)
+        except ValueError:
+            return net.log(x)
 
-        def forward(self, x: Tensor) -> Any:
-            try:
-                x = self.fails(x)
-            except ValueError:
-                return self.log(x)
-
-    net = Tries()
+    net = Net(tries, fails=Do(fails), log=Do(torch.log))
     with recorder(net).guard(action="record") as guard:
         net(X.abs())
-    assert guard.origin is not None
     assert guard.origin.layer.name == "log"
 
 
@@ -1061,33 +999,20 @@ def test_infinities_of_a_mask_are_the_callers() -> None:
 # -- keeping the call ------------------------------------------------------------------------------
 
 
-class Noisy(nn.Module):
+def noisy(net: Any, x: Tensor, *, scale: Tensor) -> Tensor:
     """Draws random numbers, counts its calls, works in place and takes the logarithm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
-        self.calls += 1
-        x = x.mul_(scale) if scale.dim() else x
-        return (nn.functional.dropout(self.linear(x)) + self.calls).log()
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.noisy = Noisy()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.noisy(self.first(x), scale=torch.full((4,), 2.0))
+    net.calls += 1
+    x = x.mul_(scale) if scale.dim() else x
+    return (nn.functional.dropout(net.linear(x)) + net.calls).log()
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_saved_call_runs_again_bit_for_bit(mode: Any, tmp_path: Path) -> None:
-    net = Outer()
+    def outer(net: Any, x: Tensor) -> Any:
+        return net.noisy(net.first(x), scale=torch.full((4,), 2.0))
+
+    first, inner = nn.Linear(4, 4), Net(noisy, linear=nn.Linear(4, 4), calls=torch.zeros(()))
+    net = Net(outer, first=first, noisy=inner)
     rnet = recorder(net)
     seen: list[Tensor] = []
     net.noisy.register_forward_hook(lambda m, a, output: seen.append(output.clone()))
@@ -1095,7 +1020,6 @@ def test_a_saved_call_runs_again_bit_for_bit(mode: Any, tmp_path: Path) -> None:
         net(X.abs())
         net(X * 3)
         net(X.abs())
-    assert guard.origin is not None
     assert guard.origin.layer.name == "noisy"
     seen, x = [seen[guard.origin.pass_number]], (X.abs(), X * 3)[guard.origin.pass_number]
     guard.origin.save(tmp_path / "fault")
@@ -1115,7 +1039,6 @@ def test_a_structure_is_kept_by_its_call(tmp_path: Path) -> None:
     rnet = recorder(net)
     with rnet.guard(action="record", keep_inputs=True) as guard:
         net(X)
-    assert guard.origin is not None
     guard.origin.save(tmp_path / "fault")
     recording = open_recording(tmp_path / "fault")
     (found,) = recording.recompute_batches(rnet, "1")

@@ -126,7 +126,6 @@ def check(net: nn.Module, guard: Guard, step: Callable[[], Any]) -> None:
     """Compare what a guard found in a step with what independent hooks find in it."""
     origin, seen = guard.origin, first_maker(net, step)
     if seen is not None:
-        assert origin is not None
         assert (origin.layer.name, origin.direction) == (seen.name, "forward")
         assert origin.inputs_finite == seen.inputs_finite
         # They are not known if a later layer has worked in place.
@@ -138,7 +137,6 @@ def check(net: nn.Module, guard: Guard, step: Callable[[], Any]) -> None:
     if not makers:
         assert origin is None
         return
-    assert origin is not None
     assert (origin.layer.name, origin.direction) == (makers[0].name, "gradient")
 
 
