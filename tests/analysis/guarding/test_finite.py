@@ -41,8 +41,9 @@ def test_counts_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
     nan, inf = int(wide.isnan().sum()), int(wide.isinf().sum())
     found = count(tensor)
     assert (found.nan, found.inf) == (nan, inf)
-    # A NaN hides infinities until they are counted. Small and large tensors have other kernels.
-    for values in (tensor, tensor.repeat(5000)):
+    # A NaN hides infinities until they are counted. Small, large and larger tensors are examined in
+    # other ways.
+    for values in (tensor, tensor.repeat(5000), tensor.repeat(40_000)):
         flags = Flags()
         (flag,) = flags.of([values]) or [None]
         assert flags.read() == (not nan + inf)
@@ -54,10 +55,11 @@ def test_counts_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
     assert min(found.first_nan, found.first_inf) == min(firsts)
 
 
+@pytest.mark.parametrize("number", [4, 40_000])
 @pytest.mark.parametrize("largest", [3e38, 1.7e308])
-def test_a_sum_that_overflows_is_no_infinity(largest: float) -> None:
+def test_a_sum_that_overflows_is_no_infinity(largest: float, number: int) -> None:
     dtype = torch.float32 if largest < 1e39 else torch.float64
-    assert are_finite([torch.full((4,), largest, dtype=dtype)])
+    assert are_finite([torch.full((number,), largest, dtype=dtype)])
     assert are_finite([torch.full((9000,), largest, dtype=dtype)])
 
 
