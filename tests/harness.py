@@ -95,6 +95,15 @@ def by_default(cases: Iterable[Case], names: Iterable[str]) -> list[Any]:
     ]
 
 
+def recorder(
+    net: nn.Module, *selectors: Any, input_size: tuple[int, ...] = (3, 4), **options: Any
+) -> Recorder:
+    """Label a net and record what is selected, or all its layers."""
+    rnet = Recorder(net, input_size=input_size, verbose=0)
+    rnet.record(*(selectors or ("*",)), **options)
+    return rnet
+
+
 def make_recorder(
     net: nn.Module, case: Case, *, training: bool = False, **settings: Any
 ) -> Recorder:

@@ -141,27 +141,6 @@ def test_checkpointed_functions_are_recorded_and_not_changed(reentrant: bool) ->
     rnet(X.clone().requires_grad_(), activation_postproc={"/mul": double})
 
 
-def test_threads_have_passes_of_their_own() -> None:
-    net = Body()
-    rnet, wrong = wrap(net), []
-
-    def run(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(15):
-            x = torch.randn(3, 4, generator=generator)
-            with torch.no_grad():
-                rnet(x)
-                if not same_bits(rnet.activations["block/gelu"], gelu_by_hand(net, x)):
-                    wrong.append(seed)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_own_code_in_a_worker_thread_is_not_seen() -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
         found: list[Tensor] = []

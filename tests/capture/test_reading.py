@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaModel, StaticCache
 from scio_recorder import MutationError, Recorder
 from tests import zoo
 from tests.capture.test_watch_libraries import past
-from tests.harness import MODES, Mode, executed, make_recorder, run_pass
+from tests.harness import MODES, Mode, executed, make_recorder, recorder, run_pass
 from tests.oracle import same_bits
 from tests.oracle import tensors as tensors_in
 from tests.rotation import one_in
@@ -49,14 +49,6 @@ class Reader:
     def check(self) -> None:
         assert self.pairs
         assert all(same_bits(now, then) for now, then in self.pairs)
-
-
-def recorder(
-    net: nn.Module, *selectors: Any, shape: tuple[int, ...] = (3, 4), **how: Any
-) -> Recorder:
-    rnet = Recorder(net, input_size=shape, verbose=0)
-    rnet.record(*(selectors or ("*",)), **how)
-    return rnet
 
 
 def add_to_state(net: Any, x: Tensor) -> Tensor:

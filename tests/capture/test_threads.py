@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scio_recorder import Recorder
+from scio_recorder.postprocessors import Scale
+from tests.harness import recorder
 from tests.oracle import same_bits
 from tests.zoo.base import Net, linear
 
@@ -19,12 +20,6 @@ CALLS = 200
 
 def small_net() -> nn.Sequential:
     return nn.Sequential(linear(), nn.ReLU(inplace=True), linear(), nn.Tanh())
-
-
-def recorder(net: nn.Module, *selectors: Any, **settings: Any) -> Recorder:
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record(*selectors, **settings)
-    return rnet
 
 
 def together(work: Any) -> list[Any]:
@@ -41,7 +36,7 @@ def together(work: Any) -> list[Any]:
 
 def test_threads_see_their_own_latest_pass() -> None:
     net = small_net()
-    rnet = recorder(net, "0", "2")
+    rnet = recorder(net, "0", "2", "2/linear")
 
     def work(index: int) -> int:
         source = torch.Generator().manual_seed(index)
@@ -50,15 +45,16 @@ def test_threads_see_their_own_latest_pass() -> None:
             for _ in range(CALLS):
                 x = torch.randn(3, 4, generator=source)
                 factor = float(index + 1)
-                output = rnet(x, activation_postproc=lambda tensor, by=factor: tensor * by)
+                output = rnet(x, activation_postproc=dict.fromkeys("02", Scale(factor)))
                 first = net[0].forward(x)
                 third = net[2].forward(torch.relu(first * factor))
                 right += same_bits(rnet.activations["0"], first)
                 right += same_bits(rnet.activations["2"], third)
+                right += same_bits(rnet.activations["2/linear"], third)
                 right += same_bits(output, torch.tanh(third * factor))
         return right
 
-    assert together(work) == [3 * CALLS] * THREADS
+    assert together(work) == [4 * CALLS] * THREADS
 
 
 def test_threads_that_train_see_their_own_graph() -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils import swap_tensors
 
-from scio_recorder import Recorder
 from scio_recorder.errors import MutationError
+from tests.harness import one_process, recorder
 from tests.oracle import same_bits
 
 Write = Callable[[Tensor], object]
@@ -67,12 +67,6 @@ class Written(nn.Module):
         if self.is_on:
             self.write(hidden)
         return output
-
-
-def recorder(net: nn.Module, *selectors: Any, **settings: Any) -> Recorder:
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record(*selectors, **settings)
-    return rnet
 
 
 CASES = [
@@ -183,40 +177,39 @@ def test_what_was_read_stays_when_its_memory_is_freed() -> None:
     assert same_bits(rnet.activations["first"], truth)
 
 
-SHARDED = """
-import os, torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from scio_recorder import Recorder
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 class Positions(nn.Module):
-    def __init__(self): super().__init__(); self.weight = nn.Parameter(torch.randn(9, 4))
-    def forward(self, x): return self.weight[: x.shape[1]]
+    """Returns a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight[: x.shape[1]]
+
+
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.positions, self.layer = Positions(), nn.Linear(4, 4)
-    def forward(self, x): return self.layer(x + self.positions(x))
-net = nn.Sequential(Block(), Block())
-want = [block.positions.weight.detach()[:5].clone() for block in net]
-mesh = init_device_mesh("cpu", (1,))
-for block in net: fully_shard(block, mesh=mesh)
-fully_shard(net, mesh=mesh)
-rnet = Recorder(net, input_data=torch.randn(2, 5, 4)); rnet.record("*.positions")
-for grad in (False, True):
-    for _ in range(3):
-        with torch.set_grad_enabled(grad):
-            rnet(torch.randn(2, 5, 4))
-        for number in range(2):
-            assert torch.equal(rnet.activations[f"{number}.positions"], want[number])
-print("right")
-"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x + self.positions(x))
+        return output
 
 
 @pytest.mark.campaign
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_a_view_of_a_parameter_that_fsdp_frees() -> None:
-    command = [sys.executable, "-c", SHARDED]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.strip().endswith("right"), done.stderr
+    net = nn.Sequential(Block(), Block())
+    wanted = [block.positions.weight.detach()[:5].clone() for block in net]
+    with one_process():
+        mesh = init_device_mesh("cpu", (1,))
+        for module in (*net, net):
+            fully_shard(module, mesh=mesh)
+        rnet = recorder(net, "*.positions", input_size=(2, 5, 4))
+        for grad in (False, False, False, True, True, True):
+            with torch.set_grad_enabled(grad):
+                rnet(torch.randn(2, 5, 4))
+            records = [rnet.activations[f"{number}.positions"] for number in range(2)]
+            assert all(map(torch.equal, records, wanted))

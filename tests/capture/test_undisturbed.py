@@ -13,16 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_hooks
 
-from scio_recorder import Recorder
+from tests.harness import recorder
 from tests.zoo.base import Net, linear
 
 PASSES = 3
-
-
-def recorder(net: nn.Module, *selectors: str, **options: Any) -> Recorder:
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record(*(selectors or ("*",)), **options)
-    return rnet
 
 
 def assert_undisturbed(net: nn.Module, *selectors: str) -> None:

@@ -17,16 +17,11 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from scio_recorder import Recorder, compare
 from scio_recorder.errors import FlowError, UnsupportedNetError
+from tests.harness import recorder
 from tests.zoo.base import Net, linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def recorder(net: nn.Module, *selectors: str, **options: Any) -> Recorder:
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record(*(selectors or ("*",)), **options)
-    return rnet
 
 
 def by_hand(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -109,12 +104,6 @@ def test_generator_is_refused_rather_than_recorded_used_up() -> None:
     inner = Net(lambda net, x: (net.linear(x) * factor for factor in range(3)), linear=linear())
     rnet = recorder(Net(lambda net, x: sum(net.inner(x)), inner=inner), "inner")
     with pytest.raises(UnsupportedNetError, match=r"generator.*record the layers inside"):
-        rnet(torch.randn(3, 4))
-
-
-def test_module_under_vmap_is_refused_rather_than_recorded_dead() -> None:
-    rnet = recorder(Net(lambda net, x: torch.vmap(net.a)(x), a=linear()), "a")
-    with pytest.raises(UnsupportedNetError, match="record a layer around the transform"):
         rnet(torch.randn(3, 4))
 
 

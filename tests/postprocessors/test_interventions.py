@@ -12,18 +12,13 @@ from torch import Tensor, nn
 from scio_recorder import Recorder
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors import OnInput
+from tests.harness import recorder
 from tests.oracle import same_bits
 from tests.zoo.base import Net, linear
 
 
 def three_layers() -> nn.Sequential:
     return nn.Sequential(linear(), nn.Tanh(), linear())
-
-
-def recorder(net: nn.Module, *selectors: Any, **settings: Any) -> Recorder:
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record(*selectors, **settings)
-    return rnet
 
 
 def double(tensor: Tensor) -> Tensor:
@@ -47,17 +42,6 @@ def test_one_callable_acts_on_every_recorded_layer() -> None:
     x = torch.randn(3, 4)
     assert same_bits(rnet(x, activation_postproc=double), by_hand(net, x, double, None, double))
     assert same_bits(rnet.activations["0"], net[0].forward(x))
-
-
-def test_call_order_is_not_the_order_of_registration() -> None:
-    def forward(net: Any, x: Tensor) -> Tensor:
-        return net.a(net.b(x))
-
-    net = Net(forward, a=linear(), b=linear())
-    rnet = recorder(net, "a", "b")
-    x = torch.randn(3, 4)
-    output = rnet(x, activation_postproc=[double, negate])
-    assert same_bits(output, -net.a.forward(net.b.forward(x) * 2))
 
 
 def test_every_call_of_a_repeated_module_has_its_own_postprocessor() -> None:
