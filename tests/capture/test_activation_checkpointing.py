@@ -5,7 +5,6 @@ The truth is the same net without the regions, with plain hooks in the place of 
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -182,15 +181,6 @@ def test_passes_in_between_do_not_disturb_the_rerun(reentrant: bool) -> None:
 
 
 @REENTRANT
-def test_intervening_without_recording_acts_in_the_rerun_too(reentrant: bool) -> None:
-    rnet, plain = recorder(build, reentrant, SELECTED), Plain(build, SELECTED)
-    (x,) = inputs(1)
-    rnet(x, activation_postproc=scaled(3.0), dont_record=True).square().sum().backward()
-    plain(x, scaled(3.0)).square().sum().backward()
-    assert_equal(gradients(rnet.net), gradients(plain.net))
-
-
-@REENTRANT
 def test_each_call_of_a_shared_block_has_its_own_postprocessor(reentrant: bool) -> None:
     rnet = recorder(build, reentrant, ("block.1",))
     plain = Plain(build, ("block.1",))
@@ -199,22 +189,6 @@ def test_each_call_of_a_shared_block_has_its_own_postprocessor(reentrant: bool) 
     factors = iter([3.0, -2.0])
     plain(x, lambda tensor: tensor * next(factors)).square().sum().backward()
     assert_equal(gradients(rnet.net), gradients(plain.net))
-
-
-@REENTRANT
-def test_outstanding_passes_of_a_shared_net_keep_growing_apart(reentrant: bool) -> None:
-    """Many passes at once, differentiated last first: none takes its neighbour's factor."""
-    rnet, plain = recorder(build, reentrant, SELECTED), Plain(build, SELECTED)
-    factors = [0.5 + index / 4 for index in range(6)]
-    assert all(one != two for one, two in pairwise(factors))
-    rows = list(zip(inputs(6), factors, strict=True))
-    mine = [rnet(x, activation_postproc=scaled(factor)) for x, factor in rows]
-    for (x, factor), output in list(zip(rows, mine, strict=True))[::-1]:
-        rnet.net.zero_grad()
-        plain.net.zero_grad()
-        output.sum().backward()
-        plain(x, scaled(factor)).sum().backward()
-        assert_equal(gradients(rnet.net), gradients(plain.net))
 
 
 @REENTRANT

@@ -16,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from scio_recorder import Recorder
 from tests.recorder.test_lifecycle import Fails, live_tensors, recorder, small_net
 from tests.zoo.base import Net, linear
+from tests.zoo.graphs import Mark, marked_graphs
 
 
 def test_deleting_the_recorder_frees_its_records() -> None:
@@ -31,93 +32,15 @@ def test_deleting_the_recorder_frees_its_records() -> None:
     assert live_tensors() == before
 
 
-def test_gradients_made_with_a_graph_of_their_own_are_freed() -> None:
-    net = nn.Sequential(linear(), nn.Tanh(), linear())
-    marks = graph_marks(net)
-    rnet = recorder(net, "0", "2", gradients=True)
-    marks.clear()
-    x = torch.randn(3, 4, requires_grad=True)
-    (gradient,) = torch.autograd.grad(rnet(x).square().sum(), x, create_graph=True)
-    assert gradient.requires_grad
-    assert len(rnet.gradients) == 2
-    del gradient
-    with torch.no_grad():
-        rnet(torch.randn(3, 4))
-    gc.collect()
-    assert [mark() is None for mark in marks] == [True, True]
-
-
-def graph_marks(net: nn.Sequential) -> list[weakref.ref[Any]]:
-    """Put a module in the middle whose graph can be seen to live; return what it leaves."""
-    marks: list[weakref.ref[Any]] = []
-    net.insert(1, Marks(marks))
-    return marks
-
-
-class Mark(torch.autograd.Function):
-    """Keeps an object alive exactly as long as the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mark: object) -> Tensor:
-        ctx.mark = mark
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class Marks(nn.Module):
-    def __init__(self, marks: list[weakref.ref[Any]]) -> None:
-        super().__init__()
-        self.keep = marks.append
-
-    def forward(self, x: Tensor) -> Tensor:
-        mark = Fails()
-        self.keep(weakref.ref(mark))
-        return Mark.apply(x, mark)
-
-
-def test_next_pass_frees_the_graph_of_the_last_one() -> None:
-    net = small_net()
-    marks = graph_marks(net)
-    rnet = recorder(net, "0", "3", "", gradients=True)
-    marks.clear()
-    for _ in range(3):
-        rnet(torch.randn(3, 4))
-        gc.collect()
-        assert [mark() is None for mark in marks] == [*[True] * (len(marks) - 1), False]
-    with torch.no_grad():
-        rnet(torch.randn(3, 4))
-    gc.collect()
-    assert all(mark() is None for mark in marks)
-
-
-def test_deleting_the_recorder_frees_the_graph() -> None:
-    net = small_net()
-    marks = graph_marks(net)
-    rnet = recorder(net, "0", "3", gradients=True)
-    marks.clear()
-    rnet(torch.randn(3, 4))
-    gc.collect()
-    assert marks[0]() is not None
-    del rnet
-    gc.collect()
-    assert marks[0]() is None
-
-
 def test_exception_frees_the_graph() -> None:
-    net = small_net()
-    marks = graph_marks(net)
-    net.insert(3, Fails())
-    rnet = recorder(net, "0", "1", "2", gradients=True, inputs=True)
-    marks.clear()
-    net[3].error = KeyboardInterrupt()
+    fails = Fails()
+    marked = nn.Sequential(linear(), Net(lambda _, x: Mark.apply(x)), nn.ReLU(inplace=True), fails)
+    rnet = recorder(marked, "0", "1", "2", gradients=True, inputs=True)
+    fails.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         rnet(torch.randn(3, 4))
-    net[3].error = None
-    gc.collect()
-    assert [mark() is None for mark in marks] == [True]
+    fails.error = None
+    assert marked_graphs() == 0
 
 
 def test_many_passes_leave_memory_flat() -> None:

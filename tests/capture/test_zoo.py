@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.errors import FlowError
 from tests import zoo
-from tests.harness import MODES, executed, make_recorder, prepare, run_pass, trace
+from tests.harness import MODES, make_recorder, run_pass, trace
 from tests.oracle import Leaf, Node, Watch, differences, freeze, leaves, same_bits, tensors
 from tests.zoo import transformers as transformers_zoo
 from tests.zoo.base import Case, Net, linear
@@ -39,29 +38,6 @@ def test_builds_are_equal_and_inputs_differ(case: Case) -> None:
     first, second = tensors(case.inputs(1)), tensors(case.inputs(2))
     assert [value.shape for value in first] == [value.shape for value in second]
     assert all(not same_bits(a, b) for a, b in zip(first, second, strict=True) if a.numel())
-
-
-@each_case(2)
-def test_construction_labels_every_call_and_leaves_no_trace(case: Case) -> None:
-    net = case.fresh().train()
-    next(net.modules()).training = False
-    before = trace(net)
-    if case.static_flow:
-        rnet = make_recorder(net, case)
-    else:
-        if case.name not in TRANSFORMERS:
-            with pytest.raises(FlowError):
-                make_recorder(net, case)
-            assert not differences(trace(net), before)
-        rnet = make_recorder(net, case, force_static_flow=False)
-    assert not differences(trace(net), before)
-    args, kwargs = prepare(case.inputs(0), False, [])
-    with torch.no_grad(), Watch(net.eval()) as watch:
-        net(*args, **kwargs)
-    names = {id(module): name for name, module in net.named_modules()}
-    layers = [rnet.architecture[label] for label in executed(rnet)]
-    found = sorted((names[id(layer.module)], layer.call) for layer in layers)
-    assert found == sorted(watch.calls)
 
 
 @each_case(3)
