@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from typing import Any, Literal
 
 import pytest
@@ -14,7 +13,6 @@ from torch.nn import functional
 
 from scio_recorder import Recorder, compare
 from scio_recorder.errors import (
-    ArgumentError,
     AttentionError,
     LayerNotFoundError,
     MutationError,
@@ -334,18 +332,6 @@ def test_a_softmax_that_is_a_module() -> None:
     assert torch.equal(rnet.activations["softmax"], (x @ x.mT).softmax(-1))
 
 
-def test_heads_and_queries_that_are_not_there(is_eager: bool) -> None:
-    net, x = Net(is_eager=is_eager), torch.randn(2, 5, SIZE)
-    rnet = recorded(net)
-    rnet(x)
-    attention = rnet.attention["h.0.attn"]
-    for heads, queries in ((2, None), ([0, -3], None), (None, 5), (None, [-6]), ("a", None)):
-        with pytest.raises(ArgumentError, match="there is no"):
-            attention.weights(heads, queries)  # type: ignore[arg-type]
-    with pytest.raises(LayerNotFoundError, match="mlp"):
-        _ = rnet.attention["h.0.mlp"]
-
-
 def test_nothing_is_left_when_nothing_was_asked_for() -> None:
     rnet = recorded(Net(), attention=False)
     rnet(torch.randn(2, 5, SIZE))
@@ -391,34 +377,6 @@ def test_compiled_passes() -> None:
             rnet(x, activation_postproc={"h.0.attn": Knockout(-1, 0)})
 
 
-def test_threads_do_not_mix() -> None:
-    net = Net().eval()
-    rnet = recorded(net)
-    meet = threading.Barrier(3)
-    errors: list[BaseException] = []
-
-    def run(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        try:
-            for _ in range(5):
-                x = torch.randn(2, 5, SIZE, generator=generator)
-                meet.wait(20)
-                with torch.no_grad():
-                    rnet(x)
-                    meet.wait(20)
-                    assert_right(rnet, net, x)
-        except BaseException as error:
-            meet.abort()
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-
-
 def test_two_recorders_on_one_net(is_eager: bool) -> None:
     net, x = Net(is_eager=is_eager).eval(), torch.randn(2, 5, SIZE)
     outer = recorded(net)
@@ -450,17 +408,6 @@ def test_copies_of_the_recorder(how: str) -> None:
     other.record("h.1.attn", attention=True)
     other(x)
     assert [other.architecture[at].name for at in other.attention] == ["h.1.attn"]
-
-
-def test_later_passes_change_nothing_that_was_taken() -> None:
-    net, x = Net().eval(), torch.randn(2, 5, SIZE)
-    rnet = recorded(net)
-    rnet(x)
-    records = rnet.attention
-    expected = [net.h[0].attn.by_hand(x), net.h[1].attn.by_hand(net.h[0](x))]
-    rnet(torch.randn(2, 3, SIZE))
-    for at, weights in zip(records, expected, strict=True):
-        torch.testing.assert_close(records[at].weights(), weights.detach())
 
 
 def test_it_is_printed() -> None:
@@ -599,15 +546,6 @@ def test_keys_of_a_knockout_are_counted_without_sinks() -> None:
     torch.testing.assert_close(rnet.attention["0"].weights(), weights.float())
     with pytest.raises(PostprocessorError, match=r"keys \[5\], and the call .* has 5 keys"):
         rnet(x, activation_postproc={"0": Knockout(queries=[1], keys=[5])})
-
-
-def test_knockout_in_watch() -> None:
-    net, x = Net().eval(), torch.randn(2, 5, SIZE)
-    rnet = recorded(net)
-    with rnet.watch(activation_postproc={"h.*.attn": Knockout(-1, [0, 2])}) as passes:
-        out = net(x)
-    torch.testing.assert_close(out, knocked(net, x, (slice(None), -1, [0, 2])))
-    assert not passes.attention[0]["h.1.attn"].weights(queries=-1)[..., [0, 2]].any()
 
 
 def grouped_net() -> tuple[Any, dict[str, Tensor]]:

@@ -166,44 +166,6 @@ def test_requests_that_stream_from_threads_are_steered_apart() -> None:
         assert num_passes == (0 if vector is None else 6)
 
 
-def test_steering_inside_generate() -> None:
-    net = gpt2()
-    rnet = Recorder(net, input_data=PROMPT)
-    rnet.record("transformer.h.1.mlp")
-    direction = torch.randn(16)
-    options = {"max_new_tokens": 6, "pad_token_id": 0, "do_sample": False}
-    with rnet.watch(activation_postproc=lambda x: x + direction):
-        steered = net.generate(**PROMPT, **options)
-    handle = net.transformer.h[1].mlp.register_forward_hook(lambda m, args, out: out + direction)
-    assert torch.equal(net.generate(**PROMPT, **options), steered)
-    handle.remove()
-    assert not torch.equal(net.generate(**PROMPT, **options), steered)
-
-
-@pytest.mark.campaign
-def test_pipeline() -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {word: number for number, word in enumerate(["[PAD]", "a", "b", "c", "d"])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[PAD]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
-    net = gpt2()
-    net.generation_config.pad_token_id = 0
-    rnet = Recorder(net, input_data=PROMPT)
-    rnet.record("transformer.h.*")
-    generate = transformers.pipeline("text-generation", model=net, tokenizer=fast, device="cpu")
-
-    def run() -> Any:
-        return generate(["a b", "c d"], max_new_tokens=3, do_sample=False, return_tensors=True)
-
-    expected, text = passes_by_hooks(rnet, run)
-    with rnet.watch() as passes:
-        assert run() == text
-    assert len(passes) == len(expected) > 1
-    for records, truth in zip(passes, expected, strict=True):
-        assert all(torch.equal(first_tensor(records[at]), truth[at]) for at in truth)
-
-
 # Its new name is unknown to version 5.0.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
@@ -264,17 +226,6 @@ def diffusion(number: int) -> tuple[Recorder, Callable[[], Tensor]]:
     return rnet, run
 
 
-@pytest.mark.campaign
-def test_diffusion_pipeline() -> None:
-    rnet, run = diffusion(1)
-    expected, images = passes_by_hooks(rnet, run)
-    with rnet.watch() as passes:
-        assert torch.equal(run(), images)
-    assert len(passes) == len(expected) == 4
-    for records, truth in zip(passes, expected, strict=True):
-        assert all(torch.equal(records[at], truth[at]) for at in truth)
-
-
 def lightning_module(optimizer: Callable[..., Any]) -> tuple[Any, Callable[[Any], None]]:
     """Return a module with a small ``net``, and what trains such modules for three steps."""
     lightning = pytest.importorskip("lightning.pytorch")
@@ -301,16 +252,3 @@ def lightning_module(optimizer: Callable[..., Any]) -> tuple[Any, Callable[[Any]
     torch.manual_seed(0)
     module, data = Module(), torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2)
     return module, fit
-
-
-@pytest.mark.campaign
-def test_lightning() -> None:
-    module, fit = lightning_module(torch.optim.SGD)
-    bare = copy.deepcopy(module)
-    rnet = Recorder(module.net, input_size=(2, 4), mode="train")
-    rnet.record("2")
-    fit(bare)
-    with rnet.watch() as passes:
-        fit(module)
-    assert all(map(torch.equal, bare.parameters(), module.parameters()))
-    assert len(passes) == 3
