@@ -118,13 +118,8 @@ def loop(net: Any, x: Tensor) -> dict[str, Any]:
     return made
 
 
-class Value(nn.Module):
-    def forward(self, given: dict[str, Any]) -> Tensor:
-        return given["value"] * 2
-
-
 def test_containers_that_hold_themselves_are_compared() -> None:
-    net = nn.Sequential(Net(loop, layer=nn.Linear(4, 4)), Value())
+    net = nn.Sequential(Net(loop, layer=nn.Linear(4, 4)), Net(lambda _, given: given["value"] * 2))
     other = copy.deepcopy(net)
     x = torch.randn(2, 4)
     sides = [Recorder(one, input_data=x, verbose=0) for one in (net, other)]
@@ -135,17 +130,6 @@ def test_containers_that_hold_themselves_are_compared() -> None:
         other[0].layer.bias += 1
     first = compare(*sides, [x]).first
     assert first.layer.name == "0.layer"
-
-
-class Counting(nn.Module):
-    """Returns what it received, and plain values."""
-
-    def __init__(self, *values: Any) -> None:
-        super().__init__()
-        self.values = values
-
-    def forward(self, x: Tensor) -> Any:
-        return x, {"plain": list(self.values)}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +146,8 @@ class Counting(nn.Module):
 def test_plain_values_that_a_layer_returns_are_compared(
     own: Any, others: Any, distance: float | None, tmp_path: Path
 ) -> None:
-    sides = [Recorder(Counting("same", value), input_size=(2, 3)) for value in (own, others)]
+    nets = (Net(lambda net, x: (x, {"plain": ["same", net.value]}), value=v) for v in (own, others))
+    sides = [Recorder(net, input_size=(2, 3)) for net in nets]
     difference = compare(*sides, [torch.ones(2, 3)])
     first = difference.first
     assert (first.layer.name, first.inputs_equal) == ("", True)
@@ -236,22 +221,15 @@ def test_a_tolerance_is_one_for_precisions_too() -> None:
     assert compare(*sides, [torch.rand(2, 3)], rtol=1e-9)["inner"].inputs_equal is True
 
 
-class Ragged(nn.Module):
-    def __init__(self, layout: torch.layout) -> None:
-        super().__init__()
-        self.layout = layout
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        parts = [row[: 2 + number] for number, row in enumerate(x)]
-        nested = torch.nested.nested_tensor(parts, layout=self.layout)
-        return list(self.two(self.one(nested)).unbind())
-
-
 @pytest.mark.filterwarnings("ignore:.*prototype stage:UserWarning")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
 def test_nested_tensors_are_compared(layout: torch.layout) -> None:
-    net, x = Ragged(layout), torch.randn(3, 5, 4)
+    def ragged(net: Any, x: Tensor) -> list[Tensor]:
+        parts = [row[: 2 + number] for number, row in enumerate(x)]
+        nested = torch.nested.nested_tensor(parts, layout=layout)
+        return list(net.two(net.one(nested)).unbind())
+
+    net, x = Net(ragged, one=nn.Linear(4, 4), two=nn.Linear(4, 4)), torch.randn(3, 5, 4)
     x[:2, :, 3] = 0
 
     def compared(other: nn.Module) -> Any:

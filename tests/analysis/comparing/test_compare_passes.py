@@ -133,13 +133,8 @@ def test_parts_of_one_network() -> None:
     assert int(shared.num_batches_tracked) == 0
 
 
-class Overwrites(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.add_(1)
-
-
 def test_a_network_that_works_on_its_batch_in_place() -> None:
-    net = nn.Sequential(Overwrites(), nn.Linear(3, 3))
+    net = nn.Sequential(Net(lambda _, x: x.add_(1)), nn.Linear(3, 3))
     given = torch.ones(2, 3)
     sides = [Recorder(each, input_size=(2, 3)) for each in (net, copy.deepcopy(net))]
     assert compare(*sides, [given]).first is None
@@ -163,16 +158,11 @@ def test_each_network_gets_what_the_batch_was() -> None:
     assert len(batch["cache"]) == 1
 
 
-class Late(nn.Module):
-    """Is wrong for large numbers only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.clamp(max=100.0)
-
-
 def test_the_earliest_layer_of_all_batches_is_first() -> None:
     net = nn.Sequential(nn.Identity(), nn.Hardtanh(-1e9, 1e9), nn.Tanh())
-    other = nn.Sequential(Late(), nn.Hardtanh(-1e9, 1e9), nn.Sigmoid())
+    # Is wrong for large numbers only.
+    late = Net(lambda _, x: x.clamp(max=100.0))
+    other = nn.Sequential(late, nn.Hardtanh(-1e9, 1e9), nn.Sigmoid())
     sides = [Recorder(each, input_size=(2, 3)) for each in (net, other)]
     small, large = torch.zeros(2, 3), torch.zeros(2, 3)
     large[1, 2] = 1000.0
@@ -232,35 +222,17 @@ def test_equal_calls_may_be_written_otherwise() -> None:
 
 
 def test_the_first_sample_is_that_of_any_tensor() -> None:
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return x.clamp(max=2), x.clamp(max=1)
-
-    class Other(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return x, x
-
-    sides = [Recorder(each, input_size=(3, 2)) for each in (Pair(), Other())]
+    nets = Net(lambda _, x: (x.clamp(max=2), x.clamp(max=1))), Net(lambda _, x: (x, x))
+    sides = [Recorder(each, input_size=(3, 2)) for each in nets]
     first = compare(*sides, [torch.tensor([[0.0, 0.0], [0.0, 1.5], [3.0, 3.0]])]).first
     assert (first.sample_id, first.index, first.part) == (1, (1,), 1)
     assert (first.reference, first.candidate) == (1.0, 1.5)
 
 
 def test_another_number_of_tensors_is_an_error_of_the_layer() -> None:
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return x, x + 1
-
-    class Single(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return (x,)
-
-    class Bare(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return x
-
+    functions = (lambda _, x: (x, x + 1)), (lambda _, x: (x,)), (lambda _, x: x)
     pair, single, bare = (
-        Recorder(nn.Sequential(each()), input_size=(2, 3)) for each in (Pair, Single, Bare)
+        Recorder(nn.Sequential(Net(function)), input_size=(2, 3)) for function in functions
     )
     difference = compare(pair, bare, [torch.ones(2, 3)])
     assert "returns 2 tensors in the reference and 1 tensor" in str(difference["0"].error)
@@ -278,19 +250,13 @@ def test_autocast_around_it_counts() -> None:
 
 
 def test_modules_that_run_another_number_of_times() -> None:
-    class Experts(nn.Module):
-        def __init__(self, scale: float) -> None:
-            super().__init__()
-            self.expert, self.scale = nn.Linear(3, 3), scale
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for _ in range(int(x.shape[1])):
+            x = net.expert(x)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(int(x.shape[1])):
-                x = self.expert(x) * self.scale
-            return x
-
-    torch.manual_seed(0)
-    one, two = Experts(1.0), Experts(1.0)
-    two.load_state_dict(one.state_dict())
+    one = Net(forward, expert=nn.Linear(3, 3))
+    two = copy.deepcopy(one)
     sides = [Recorder(each, input_size=(2, 1, 3)) for each in (one, two)]
     given = [torch.randn(2, 1, 3), torch.randn(2, 4, 3)]
     with pytest.raises(FlowError):
@@ -373,27 +339,29 @@ def test_a_compiled_candidate(compiles: str) -> None:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.mix, self.head = nn.Embedding(9, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+def tagger() -> Net:
+    def forward(net: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        return net.head(functional.gelu(net.mix(net.embed(input_ids))))
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        result: Tensor = self.head(functional.gelu(self.mix(self.embed(input_ids))))
-        return result
+    parts = {"embed": nn.Embedding(9, 5), "mix": nn.Linear(5, 5), "head": nn.Linear(5, 2)}
+    return Net(forward, **parts)
+
+
+def taggers() -> list[Recorder]:
+    """Return recorders of two networks that are alike."""
+    net = tagger()
+    return [Recorder(each, input_data=texts(8)[0]) for each in (net, copy.deepcopy(net))]
 
 
 def texts(pad: int) -> list[dict[str, Tensor]]:
     masks = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
     ids = torch.arange(12).view(3, 4) % 8
     ids = torch.where(masks.bool(), ids, pad)
-    return [{"input_ids": ids, "attention_mask": masks}] * 1
+    return [{"input_ids": ids, "attention_mask": masks}]
 
 
 def test_padding_is_not_compared() -> None:
-    net = Tagger()
-    one, two = (Recorder(each, input_data=texts(8)[0]) for each in (net, copy.deepcopy(net)))
+    one, two = taggers()
     pads = [lambda batch: batch, lambda batch: texts(3)[0]]
     with_padding = compare(one, two, texts(8), to_inputs=pads)
     assert with_padding.first is not None
@@ -405,8 +373,7 @@ def test_padding_is_not_compared() -> None:
 
 
 def test_recordings_of_tokens() -> None:
-    net = Tagger()
-    one, two = (Recorder(each, input_data=texts(8)[0]) for each in (net, copy.deepcopy(net)))
+    one, two = taggers()
     two.net.mix.weight.data[:, 2] += torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0])
     for rnet in (one, two):
         rnet.record("?*")
@@ -432,7 +399,7 @@ def test_recordings_of_tokens() -> None:
 
 
 def test_rows_at_other_positions_are_no_partners() -> None:
-    rnet = Recorder(Tagger(), input_data=texts(8)[0])
+    rnet = taggers()[0]
     rnet.record("embed")
     options: Any = {"store": None, "progress": False, "reduce": Digest()}
     first, second = (
@@ -449,14 +416,10 @@ def test_rows_at_other_positions_are_no_partners() -> None:
     assert compare(both, rnet, texts(8), rows=first).first is None
 
 
-class Neighbour(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        """Add to each position the one before it."""
-        return x + functional.pad(x, (0, 0, 1, 0))[:, :-1]
-
-
 def test_inputs_count_also_at_real_positions_that_are_not_compared() -> None:
-    net = nn.Sequential(nn.Embedding(9, 2), nn.Linear(2, 2), Neighbour())
+    # To each position the one before it is added.
+    neighbour = Net(lambda _, x: x + functional.pad(x, (0, 0, 1, 0))[:, :-1])
+    net = nn.Sequential(nn.Embedding(9, 2), nn.Linear(2, 2), neighbour)
     ids = torch.tensor([[3, 1, 2], [4, 5, 0]])
     one, two = (Recorder(each, input_data=ids) for each in (net, copy.deepcopy(net)))
     two.net[0].weight.data[4] += 1
@@ -491,8 +454,7 @@ def test_a_mask_is_asked_for_once_a_batch() -> None:
 
 
 def test_digests_of_tokens(tmp_path: Path) -> None:
-    net = Tagger()
-    one, two = (Recorder(each, input_data=texts(8)[0]) for each in (net, copy.deepcopy(net)))
+    one, two = taggers()
     two.net.mix.bias.data[1] += 1
     for rnet in (one, two):
         rnet.record("?*")
@@ -525,27 +487,6 @@ def test_nodes() -> None:
     assert difference["0"].num_elements == 10
 
 
-class Wrapped(nn.Module):
-    """Returns its input in something of which copies don't have the tensors."""
-
-    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.wrap = wrap
-
-    def forward(self, x: Tensor) -> Any:
-        return self.wrap(x)
-
-
-class Unwrapping(nn.Module):
-    def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.inner = Wrapped(wrap)
-        self.unwrap = unwrap
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.unwrap(self.inner(x))
-
-
 @pytest.mark.parametrize(
     ("wrap", "unwrap", "said"),
     [
@@ -557,37 +498,26 @@ class Unwrapping(nn.Module):
 def test_outputs_that_no_copy_has_are_refused(
     wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor], said: str
 ) -> None:
-    rnet = recorder(Unwrapping(wrap, unwrap))
+    inner = Net(lambda _, x: wrap(x))
+    rnet = recorder(Net(lambda net, x: unwrap(net.inner(x)), inner=inner))
     with pytest.raises(UnsupportedNetError, match=f"1-1 inner .*{said}"):
         compare(rnet, rnet, [torch.ones(2, 8)], progress=False)
 
 
-def mapped(net: Any, x: Tensor) -> Tensor:
-    return torch.func.vmap(net.inner)(x)
-
-
 def test_layers_inside_a_transform_are_refused() -> None:
-    rnet = recorder(Net(mapped, inner=nn.Linear(8, 2)))
+    rnet = recorder(Net(lambda net, x: torch.func.vmap(net.inner)(x), inner=nn.Linear(8, 2)))
     with pytest.raises(UnsupportedNetError, match=r"1-1 inner .* inside a torch\.func transform"):
         compare(rnet, rnet, [torch.ones(2, 8)], progress=False)
 
 
-class Uncounted(nn.Module):
-    """Writes to what an inner module has returned, in a way that torch does not count."""
-
-    def __init__(self, *, writes: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.ReLU(), nn.Identity(), nn.Identity()
-        self.writes = writes
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.second(self.first(x))
-        hidden.numpy()[...] += self.writes
-        return self.third(hidden)
-
-
 def test_copies_are_not_shared_across_a_write_that_is_not_counted() -> None:
-    one, two = (recorder(Uncounted(writes=writes)) for writes in (False, True))
+    def forward(net: Any, x: Tensor) -> Any:
+        hidden = net.second(net.first(x))
+        hidden.numpy()[...] += net.writes
+        return net.third(hidden)
+
+    parts = {"first": nn.ReLU(), "second": nn.Identity(), "third": nn.Identity()}
+    one, two = (recorder(Net(forward, writes=writes, **parts)) for writes in (False, True))
     difference = compare(one, two, [torch.ones(2, 8)], progress=False)
     assert [layer.max_abs for layer in difference.values()] == [0, 0, 1, 1]
     assert [layer.inputs_equal for layer in difference.values()] == [True, True, False, True]

@@ -27,37 +27,25 @@ from tests.zoo.base import Net
 DATA = torch.randn(12, 8, generator=torch.Generator().manual_seed(3))
 
 
-class Rowwise(nn.Module):
-    """Computes each sample by itself, so that batches may be of any size."""
-
-    def __init__(self, *, fault: bool = False) -> None:
-        super().__init__()
-        self.scale, self.act, self.sum = Scale(), nn.ReLU(inplace=True), Sum()
-        self.fault = fault
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.sum(self.act(self.scale(x.clone())))
-        return result
+def column_by_column(_: Any, x: Tensor) -> Tensor:
+    result = x[:, 0].clone()
+    for column in x.unbind(1)[1:]:
+        result += column
+    return result
 
 
-class Scale(nn.Module):
-    weight = 2.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+def scaled(net: Any, x: Tensor) -> Tensor:
+    return x * net.weight
 
 
-class Sum(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        result = x[:, 0].clone()
-        for column in x.unbind(1)[1:]:
-            result += column
-        return result
+def row_by_row(net: Any, x: Tensor) -> Any:
+    return net.sum(net.act(net.scale(x.clone())))
 
 
 def rowwise(weight: float = 2.0, **kwargs: Any) -> Recorder:
-    net = Rowwise()
-    net.scale.weight = weight
+    """Record a net that computes each sample by itself, so that batches may be of any size."""
+    scale, act = Net(scaled, weight=weight), nn.ReLU(inplace=True)
+    net = Net(row_by_row, scale=scale, act=act, sum=Net(column_by_column))
     rnet = Recorder(net, input_size=(1, 8))
     rnet.record("?*", **kwargs)
     return rnet

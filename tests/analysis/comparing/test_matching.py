@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder, compare
 from scio_recorder.errors import ComparisonError
+from tests.zoo.base import Net
 
 X = [torch.randn(3, 4)]
 
@@ -30,16 +31,13 @@ def recorder(net: nn.Module) -> Recorder:
     return Recorder(net, input_size=(1, 4))
 
 
-class Deep(nn.Module):
-    def __init__(self, layers: str, inner: str) -> None:
-        super().__init__()
-        self.add_module(layers, nn.ModuleList(named(inner) for _ in range(3)))
-        self.layers_name = layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.get_submodule(self.layers_name):  # type: ignore[attr-defined]  # a list
+def deep(layers: str, inner: str) -> Net:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for layer in getattr(net, layers):
             x = layer(x)
         return x
+
+    return Net(forward, **{layers: nn.ModuleList(named(inner) for _ in range(3))})
 
 
 PAIRS = [
@@ -52,7 +50,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("match", "one", "two", "name", "partner"), PAIRS)
 def test_globs(match: dict[str, str], one: str, two: str, name: str, partner: str) -> None:
-    reference, candidate = recorder(Deep("layers", one)), recorder(Deep("h", two))
+    reference, candidate = recorder(deep("layers", one)), recorder(deep("h", two))
     difference = compare(reference, candidate, X, match=match)
     assert difference[name].candidate_name == partner
     assert difference.first is None
@@ -120,26 +118,24 @@ def test_a_match_that_is_none(match: Any, parts: list[str]) -> None:
     assert all(part in str(caught.value) for part in parts)
 
 
-class Repeats(nn.Module):
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.fc, self.times = named("fc").fc, times
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = self.fc(x)
+def repeats(times: int) -> Recorder:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for _ in range(times):
+            x = net.fc(x)
         return x
+
+    return recorder(Net(forward, fc=named("fc").fc))
 
 
 def test_calls_pair_in_their_order() -> None:
-    difference = compare(recorder(Repeats(2)), recorder(Repeats(2)), X)
+    difference = compare(repeats(2), repeats(2), X)
     pairs = [(layer.label, layer.candidate_label) for layer in difference.values()]
     assert pairs == [((1, 1), (1, 1)), ((1, 2), (1, 2)), ((0, 1), (0, 1))]
     assert difference.first is None
 
 
 def test_another_number_of_calls_is_an_error_of_the_layer() -> None:
-    difference = compare(recorder(Repeats(2)), recorder(Repeats(3)), X)
+    difference = compare(repeats(2), repeats(3), X)
     for label in ((1, 1), (1, 2)):
         assert "called 2 times in the reference and 3 times" in str(difference[label].error)
         assert difference[label].differs
