@@ -245,6 +245,9 @@ class Layer:
     def __str__(self) -> str:
         return f"{self.label} {self.name or '(root)'} ({self.type_name})"
 
+    def __repr__(self) -> str:
+        return f"<Layer {self}>"
+
 
 class Operation(Layer):
     """A call of a torch function by the own code of a layer, which returned tensors.

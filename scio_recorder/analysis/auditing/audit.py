@@ -263,6 +263,7 @@ class _Auditor:
             findings,
             relations.absent(x.layer for x in findings.values() if x.layer is not None),
             self.num_samples,
+            is_training=self._reference.is_training,
         )
 
 

@@ -32,7 +32,11 @@ Kind = Literal[
     "no such name",
     "unknown",
 ]
-_SHOWN = 8
+_SHOWN, _WIDEST = 8, 80
+_TRAINING = (
+    "Note that the network ran in training mode, in which dropout and BatchNorm give other "
+    "numbers: call eval() before, unless the columns were made so."
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ class Finding:
     rounding: float
     words: str = ""
 
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f": {self.layer}"
+        figures = f"error {number_text(self.error)}, rounding {number_text(self.rounding)}"
+        return f"{self.kind}{layer} ({figures}){self.words and f'; {self.words}'}"
+
 
 class Audit(Listed, LayerMapping[Finding]):
     """The findings about a recording, by column; printed as a table.
@@ -76,6 +85,8 @@ class Audit(Listed, LayerMapping[Finding]):
         Layers of the net that no column holds, although columns hold others of their type.
     num_samples : int
         The number of samples that were compared.
+    is_training : bool, default False
+        Whether the net ran in training mode.
     """
 
     def __init__(
@@ -84,10 +95,13 @@ class Audit(Listed, LayerMapping[Finding]):
         findings: Mapping[RowIdx, Finding],
         absent: Sequence[Layer],
         num_samples: int,
+        *,
+        is_training: bool = False,
     ) -> None:
         super().__init__(architecture, findings, "finding")
         self.absent = tuple(absent)
         self.num_samples = num_samples
+        self.is_training = is_training
 
     @property
     def sentence(self) -> str:
@@ -104,12 +118,21 @@ class Audit(Listed, LayerMapping[Finding]):
             [
                 *(str(column), full_name(self.architecture[column]), found.kind),
                 "" if found.layer is None else full_name(found.layer),
-                *(found.words, number_text(found.error), number_text(found.rounding)),
+                *(number_text(found.error), number_text(found.rounding)),
             ]
             for column, found in self.items()
         ]
         wrong = {at for at, found in enumerate(self.values()) if found.kind != "as named"}
         names = few([full_name(layer) for layer in self.absent], _SHOWN)
-        notes = [f"No column holds {names}."] if names else []
-        texts = ("Label", "Name", "Kind", "Layer", "Words")
-        return Listing(self.sentence, texts, ("Error", "Rounding"), rows, wrong, notes)
+        # In a table, words would push the figures out of sight.
+        notes = [
+            f"{full_name(self.architecture[column])}: {found.words}."
+            for column, found in self.items()
+            if found.words
+        ]
+        notes += [f"No column holds {names}."] if names else []
+        notes += [_TRAINING] if self.is_training else []
+        texts = ("Label", "Name", "Kind", "Layer")
+        return Listing(
+            self.sentence, texts, ("Error", "Rounding"), rows, wrong, notes, widest=_WIDEST
+        )

@@ -149,6 +149,7 @@ class Reference:
         labels = dict.fromkeys([*ran, *_additions(self.operations), *named])
         self.labels = self.operations.in_order(labels)
         self._rnet, self._feed = rnet, feed
+        self.is_training: bool = rnet.net.training
         stack.enter_context(untouched(rnet.net))
         exact, dtypes = rnet, {parameter.dtype for parameter in rnet.net.parameters()}
         self.dtype = next((dtype for dtype in NARROW if dtype in dtypes), torch.float32)

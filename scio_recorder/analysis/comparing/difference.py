@@ -251,14 +251,14 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
 
     @property
     def local(self) -> LayerMapping[LocalFigures]:
-        """With ``local=True``, the local error of each layer that could be judged."""
+        """With ``local=True``, the local error of each layer that was judged."""
         return LayerMapping(self.architecture, self._locally.layers, "local error")
 
     @property
     def unjudged(self) -> LayerMapping[str]:
-        """With ``local=True``, the layers that could not be judged, and why."""
+        """With ``local=True``, the layers that were not judged by themselves, and why."""
         reasons = LayerMapping(self.architecture, self._locally.unjudged, "reason")
-        reasons.why_none = "all layers could be judged"
+        reasons.why_none = "all layers were judged"
         return reasons
 
     @property
@@ -354,7 +354,7 @@ class Difference(Listed, Outlined, LayerMapping[LayerDifference]):
             Indexed by label, ``"1-3"``. Columns: name and type of the reference's layer, the
             candidate's label and name, and the figures of ``LayerDifference``. With
             ``local=True`` also those of ``LocalFigures``, its error as ``local_error``; whether the
-            layer is a fault; and why it could not be judged.
+            layer is a fault; and why it was not judged by itself.
 
         Examples
         --------

@@ -34,6 +34,8 @@ class LocalFigures:
         one side alone.
     operation : Operation or None
         With ``operations=True``, the operation in the layer's own code that makes a fault.
+    why_no_operation : str
+        With ``operations=True``, why a fault has none.
     """
 
     layer: Layer
@@ -42,6 +44,7 @@ class LocalFigures:
     excess: float
     score: float
     operation: Operation | None = None
+    why_no_operation: str = ""
 
     @property
     def words(self) -> str:
@@ -50,6 +53,15 @@ class LocalFigures:
         if not math.isnan(self.excess):
             said += f"; {self.excess:.3g} of it computed exactly"
         return f"{said} (score {self.score:.3g})"
+
+    def __str__(self) -> str:
+        layer, operation, where = self.layer, self.operation, ""
+        call = f", call {layer.call + 1}" if layer.call else ""
+        if operation is not None:
+            where = f"; {operation.made_at}"
+        elif self.why_no_operation:
+            where = f"; no operation is named: {self.why_no_operation}"
+        return f"{layer.label} ({layer.name or layer.type_name}{call}): {self.words}{where}"
 
 
 @dataclass(frozen=True)
@@ -63,11 +75,11 @@ class LocalErrors(NamedTuple):
     Parameters
     ----------
     layers : mapping
-        The local error of each layer that could be judged.
+        The local error of each layer that was judged.
     faults : sequence of Fault
         The most certain first.
     unjudged : mapping
-        Why others could not be judged.
+        Why others were not judged.
     notes : sequence of str
         Reservations.
     """
@@ -80,22 +92,24 @@ class LocalErrors(NamedTuple):
     @property
     def sentence(self) -> str:
         """The sentence that says which layer is faulty."""
-        num_unjudged = len(self.unjudged)
-        rest = f"; {num_unjudged:,} could not be judged" if num_unjudged else ""
-        if not self.faults:
-            return f"No fault: rounding explains {counted(len(self.layers), 'layer')}{rest}."
-        more = f"; {len(self.faults) - 1:,} more" if len(self.faults) > 1 else ""
-        return f"Fault: {_in_words(self.faults[0])}{more}{rest}."
+        num_judged, num_faults = len(self.layers), len(self.faults)
+        judged = counted(num_judged, "layer")
+        if self.unjudged:
+            judged = f"{num_judged:,} of {counted(num_judged + len(self.unjudged), 'layer')}"
+        if not num_faults:
+            return f"No fault: rounding explains all that differs. Judged: {judged}."
+        more = f"; {num_faults - 1:,} more" if num_faults > 1 else ""
+        return f"Fault: {self.faults[0]}{more}. Judged: {judged}."
 
     @property
     def lines(self) -> list[str]:
-        """Further faults, what could not be judged and why, and reservations."""
-        said = [f"Fault: {_in_words(fault)}." for fault in self.faults[1:_SHOWN]]
+        """Further faults, what was not judged by itself and why, and reservations."""
+        said = [f"Fault: {fault}." for fault in self.faults[1:_SHOWN]]
         by_reason: dict[str, list[str]] = {}
         for label, reason in self.unjudged.items():
             by_reason.setdefault(reason, []).append(text_of(label))
         for reason, labels in by_reason.items():
-            said.append(f"Not judged: {few(labels, _SHOWN)}: {reason}.")
+            said.append(f"Not judged by itself: {few(labels, _SHOWN)}: {reason}.")
         unknown = [text_of(at) for at, known in self.layers.items() if math.isnan(known.excess)]
         if unknown:
             said.append(
@@ -103,10 +117,3 @@ class LocalErrors(NamedTuple):
                 f"{few(unknown, _SHOWN)}."
             )
         return [*said, *(f"Note that {note}." for note in self.notes)]
-
-
-def _in_words(fault: Fault) -> str:
-    layer, operation = fault.layer, fault.operation
-    call = f", call {layer.call + 1}" if layer.call else ""
-    where = f"; {operation.made_at}" if operation is not None else ""
-    return f"{layer.label} ({layer.name or layer.type_name}{call}): {fault.words}{where}"

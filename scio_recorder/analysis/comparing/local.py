@@ -49,7 +49,13 @@ from scio_recorder.analysis.comparing.judging import Kind, SlotFigures, judged
 from scio_recorder.analysis.comparing.matching import Pair
 from scio_recorder.analysis.comparing.measures import Figures, Tolerance, measure_all
 from scio_recorder.analysis.comparing.pairing import paired_outputs, parts_of
-from scio_recorder.analysis.comparing.parting import Step, Steps, first_operations, traced
+from scio_recorder.analysis.comparing.parting import (
+    OperationPair,
+    Step,
+    Steps,
+    first_operations,
+    traced,
+)
 from scio_recorder.analysis.comparing.sides import (
     NetworkSide,
     RecordingSide,
@@ -74,8 +80,9 @@ from scio_recorder.tensors import dtype_name, is_out_of_memory, is_plain, map_te
 _MASKED = -1e4
 # Operations of exact copies differ beyond it; of so many faults they are looked for.
 _EXACT, _TRACED = 1e-4, 8
-_REORDERED = "the candidate hands it rows in another order: see the layer around it"
-_ALONE = "it has no partner, so it counts as a part of the layer around it"
+_UNTRACED = OperationPair(None, None, f"it is looked for in the {_TRACED} surest faults alone")
+_REORDERED = "the candidate hands it rows in another order: the layer around it was judged with it"
+_ALONE = "it has no partner: the layer around it was judged with it"
 _T = TypeVar("_T")
 _Made = Mapping[Slot, Tensor]
 
@@ -126,7 +133,7 @@ class LocalComparison:
         self._failed: dict[RowIdx, str] = {}
         self._handings: set[Handing] = set()
         self._finds_operations = finds_operations
-        self._operations: dict[RowIdx, Operation | None] = {}
+        self._operations: dict[RowIdx, OperationPair] = {}
         # As keys, since each batch has the same.
         self._notes: dict[str, None] = {}
 
@@ -229,7 +236,9 @@ class LocalComparison:
                 first = first_operations(
                     own, other, _differ_in_norm, received_same=True, is_forced=True
                 )
-                self._operations[layer.label] = first.own or _only_operation(own)
+                self._operations[layer.label] = first._replace(
+                    own=first.own or _only_operation(own)
+                )
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return rounded(tensor, self._of_candidate.get(id(tensor)), self._dtype)
@@ -326,10 +335,17 @@ class LocalComparison:
         if not errors:
             said = "; ".join(dict.fromkeys(unjudged.values()))
             raise ComparisonError(f"no layer can be judged by its local error: {said}")
-        named = [
-            replace(fault, operation=self._operations.get(fault.layer.label)) for fault in faults
-        ]
-        return LocalErrors(errors, tuple(named), unjudged, [*self._notes])
+        named = tuple(map(self._with_operation, faults))
+        return LocalErrors(errors, named, unjudged, [*self._notes])
+
+    def _with_operation(self, fault: Fault) -> Fault:
+        """Return a fault with its operation, or with why there is none."""
+        if not self._finds_operations:
+            return fault
+        own, other, why = self._operations.get(fault.layer.label, _UNTRACED)
+        if other is not None:
+            why = f"the reference has none there; in the candidate, {other.made_at}"
+        return replace(fault, operation=own, why_no_operation="" if own else why)
 
     def _judged(self) -> tuple[dict[RowIdx, LocalFigures], list[Fault]]:
         return judged(self._equal, self._figures, self._handings, self._dtype)
@@ -341,7 +357,7 @@ class LocalComparison:
                 "the recording has no inputs of it for these batches: record it with inputs=True, "
                 "and give the batches that were collected"
             )
-        return "it returned and handed on no tensor that both networks have"
+        return "it makes no tensor that both networks have, so nothing is to be judged"
 
 
 def _checked(reference: Side, candidate: Side) -> tuple[NetworkSide | RecordingSide, NetworkSide]:

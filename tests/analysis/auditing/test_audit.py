@@ -112,7 +112,7 @@ def states(
 @pytest.fixture(scope="module")
 def net() -> Wrapped:
     torch.manual_seed(0)
-    return Wrapped()
+    return Wrapped().eval()
 
 
 @pytest.fixture(scope="module")
@@ -410,6 +410,21 @@ def test_a_table_names_layers_that_no_column_holds(rnet, net):
     assert "Audit of 2 columns, 6 samples: 1 not as named." in text
     assert "No column holds model.layers.1, model.layers.2." in text
     assert "other layer" in text
+    finding = audit["layers.1"]
+    assert str(finding) == "other layer: 3-1 model.layers.0 (Block) (error 0, rounding 0)"
+    assert repr(finding).startswith("Finding(layer=<Layer 3-1 model.layers.0 (Block)>, kind=")
+    assert "training mode" not in text
+
+
+def test_words_are_printed_whole_and_training_mode_is_noted(net):
+    other = copy.deepcopy(net).train()
+    recorder = Recorder(other, input_data=inputs()[0])
+    value = states(net, inputs())[BLOCK]
+    audit = tokens({BLOCK: value.bfloat16().float()}).audit(recorder, inputs())
+    [finding] = audit.values()
+    assert finding.kind == "rounded twice"
+    assert f"{BLOCK}: {finding.words}." in str(audit).splitlines()
+    assert "training mode" in str(audit)
 
 
 def test_the_net_is_left_as_it_was(net):

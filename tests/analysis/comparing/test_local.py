@@ -390,6 +390,27 @@ def test_code_with_one_operation_has_no_other_line() -> None:
     assert fault.operation.name == "1/gelu:0"
 
 
+class Scaled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.1
+
+
+def test_why_a_fault_has_no_operation_is_said() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 6)))
+    port = copy.deepcopy(net)
+    port[1] = Scaled(*port[1])
+    fault = judged(net, port, torch.randn(8, 6), operations=True).faults[0]
+    assert (fault.layer.name, fault.operation) == ("1", None)
+    assert "in the candidate, the operation mul:0" in fault.why_no_operation
+    assert fault.why_no_operation in str(fault)
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)))
+    port = nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)))
+    faults = judged(net, port, torch.randn(8, 4), operations=True).faults
+    assert [fault.operation is None for fault in faults] == [False] * 8 + [True]
+    assert "8 surest" in faults[8].why_no_operation
+
+
 class InOrder(nn.Module):
     """Lets a module see its rows as they come, or sorted, as experts get their tokens."""
 
@@ -757,8 +778,13 @@ def test_faults_are_printed_tabulated_drawn_and_put_on_a_page(tmp_path: Any) -> 
     fault = difference.faults[0]
     text = str(difference)
     assert text.startswith(f"Fault: {fault.layer.label} ({name}): local error {fault.error:.3g}")
-    assert "6 could not be judged" in text
-    assert "it has no partner" in text
+    judged_of = f"Judged: {len(difference.local)} of {len(difference.local) + 6} layers."
+    assert judged_of in text
+    assert "it has no partner: the layer around it was judged with it" in text
+    # Its label and name, without the network's own text.
+    assert str(fault).startswith(f"{fault.layer.label} ({name}): local error")
+    assert f"layer=<Layer {fault.layer}>" in repr(fault)
+    assert "why_no_operation=''" in repr(fault)
     frame = difference.to_frame()
     assert frame.index[frame["is_fault"]].tolist() == [str(fault.layer.label)]
     assert frame.loc[str(fault.layer.label), "local_error"] == fault.error
