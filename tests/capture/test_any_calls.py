@@ -19,6 +19,7 @@ from scio_recorder import (
     SelectorTypeError,
     UnsupportedNetError,
 )
+from tests.zoo.base import Net, linear
 
 WIDTH = 4
 
@@ -179,16 +180,9 @@ def test_what_can_be_chosen():
 
 
 def test_modules_that_did_not_run_are_named():
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Experts()
-
-        def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
-            return self.inner(x, chosen)
-
+    nested = Net(lambda net, x, chosen: net.inner(x, chosen), inner=Experts())
     data = {"x": torch.ones(2, WIDTH), "chosen": [1, 1]}
-    rnet = Recorder(Nested(), input_data=data, force_static_flow=False)
+    rnet = Recorder(nested, input_data=data, force_static_flow=False)
     left_out = r"^inner\.experts\.0, inner\.experts\.2 did not run at labelling.*input_data="
     for selector in ("inner.experts.*", nn.Linear, re.compile("experts"), "*"):
         with pytest.warns(UserWarning, match=left_out):
@@ -216,25 +210,27 @@ def test_post_processors_act_on_every_call():
         assert torch.equal(rnet.activations["experts.1"][1], net.experts[1](x[2]))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(WIDTH, WIDTH)
+def repeating(**options: Any) -> Recorder:
+    """Record the calls of a cell in a region that may run again."""
 
-    def forward(self, x: Tensor, times: int, reentrant: bool | None) -> Tensor:
+    def forward(net: Any, x: Tensor, times: int, reentrant: bool | None) -> Any:
         def steps(x: Tensor) -> Tensor:
             for _ in range(times):
-                x = self.cell(x).tanh()
+                x = net.cell(x).tanh()
             return x
 
         return steps(x) if reentrant is None else checkpoint(steps, x, use_reentrant=reentrant)
 
+    data = (torch.ones(2, WIDTH), 1, None)
+    rnet = Recorder(Net(forward, cell=linear()), input_data=data, force_static_flow=False)
+    rnet.record("cell", calls="any", **options)
+    return rnet
+
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_calls_are_changed_again(reentrant):
-    net = Checkpointed()
-    rnet = Recorder(net, input_data=(torch.ones(2, WIDTH), 1, None), force_static_flow=False)
-    rnet.record("cell", calls="any")
+    rnet = repeating()
+    net = rnet.net
     x = torch.randn(2, WIDTH, requires_grad=True)
     found = []
     for mode in (None, reentrant):
@@ -254,9 +250,8 @@ def test_checkpointed_calls_are_changed_again(reentrant):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradients_of_checkpointed_calls(reentrant):
-    net = Checkpointed()
-    rnet = Recorder(net, input_data=(torch.ones(2, WIDTH), 1, None), force_static_flow=False)
-    rnet.record("cell", calls="any", gradients=True)
+    rnet = repeating(gradients=True)
+    net = rnet.net
     x = torch.randn(2, WIDTH, requires_grad=True)
     for times in (3, 1, 4):
         y, calls = x, []
@@ -270,9 +265,8 @@ def test_gradients_of_checkpointed_calls(reentrant):
 
 
 def test_compiled():
-    net = Checkpointed()
-    rnet = Recorder(net, input_data=(torch.ones(2, WIDTH), 1, None), force_static_flow=False)
-    rnet.record("cell", calls="any")
+    rnet = repeating()
+    net = rnet.net
     compiled = torch.compile(rnet, fullgraph=True, backend="eager")
     x = torch.randn(2, WIDTH)
     with torch.no_grad():
@@ -318,14 +312,13 @@ def test_recompute_needs_labelled_calls():
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_operations_inside_a_transform_are_no_calls(is_first: bool) -> None:
-    class Transforming(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x if is_first else x * 3
-            y = torch.func.vmap(lambda row: row.tanh() * 2)(y)
-            return y * 5 if is_first else y
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = x if is_first else x * 3
+        y = torch.func.vmap(lambda row: row.tanh() * 2)(y)
+        return y * 5 if is_first else y
 
     x = torch.randn(2, WIDTH)
-    rnet = Recorder(Transforming(), input_size=(2, WIDTH))
+    rnet = Recorder(Net(forward), input_size=(2, WIDTH))
     rnet.record("/mul", calls="any", inputs=True)
     for _ in range(3):
         rnet(x)
@@ -333,22 +326,14 @@ def test_operations_inside_a_transform_are_no_calls(is_first: bool) -> None:
         assert torch.equal(record, x.tanh() * 2 * 5 if is_first else x * 3)
 
 
-class OverwritingOne(nn.Module):
-    """Overwrites what the first call of its layer returned, but not what the second did."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.layer(x)
-        second: Tensor = self.layer(first + 1)
+def test_if_one_of_the_calls_is_overwritten_all_are_copied() -> None:
+    def forward(net: Any, x: Tensor) -> Any:
+        first = net.layer(x)
+        second = net.layer(first + 1)
         first.detach().zero_()
         return second
 
-
-def test_if_one_of_the_calls_is_overwritten_all_are_copied() -> None:
-    net = OverwritingOne()
+    net = Net(forward, layer=linear())
     rnet = Recorder(net, input_size=(3, WIDTH))
     rnet.record("layer", calls="any")
     with torch.no_grad():
@@ -360,19 +345,10 @@ def test_if_one_of_the_calls_is_overwritten_all_are_copied() -> None:
             assert list(map(torch.equal, rnet.activations["layer"], (first, second))) == [True] * 2
 
 
-class Mapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mapped: Tensor = torch.vmap(self.inner)(x)
-        return mapped
-
-
 @pytest.mark.parametrize("calls", ["labelled", "any"])
 def test_a_layer_inside_a_transform_can_not_be_recorded(calls: Any) -> None:
-    rnet = Recorder(Mapped(), input_size=(3, WIDTH))
+    net = Net(lambda net, x: torch.vmap(net.inner)(x), inner=linear())
+    rnet = Recorder(net, input_size=(3, WIDTH))
     rnet.record("inner", calls=calls)
     for _ in range(2):
         with pytest.raises(UnsupportedNetError, match=r"1-1 inner .* torch.func.*a layer around"):

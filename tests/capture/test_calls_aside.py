@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from scio_recorder import Nodes, Recorder
 from scio_recorder.postprocessors import OnInput
 from scio_recorder.reductions import Mean
-from tests.zoo.base import linear
+from tests.zoo.base import Net, linear
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -93,15 +93,9 @@ def test_inputs_and_gradients() -> None:
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_regions_that_run_again(is_reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(linear(), nn.ReLU(), linear())
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.body, x, use_reentrant=is_reentrant)
-
-    net = Checkpointed().double()
+    body = nn.Sequential(linear(), nn.ReLU(), linear())
+    net = Net(lambda net, x: checkpoint(net.body, x, use_reentrant=is_reentrant), body=body)
+    net.double()
     rnet = Recorder(net, input_size=(3, 4), verbose=0)
     rnet.record("body.*")
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)

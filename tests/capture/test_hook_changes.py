@@ -26,7 +26,7 @@ from scio_recorder.postprocessors import OnInput
 from scio_recorder.tensors import private
 from tests.garbage import garbage_left
 from tests.oracle import same_bits
-from tests.zoo.base import linear
+from tests.zoo.base import Net, linear
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 SLEEP_IN_SECONDS = 2e-4
@@ -311,22 +311,13 @@ def test_a_pass_that_fails_leaves_the_hooks_to_one_that_has_only_begun() -> None
                 thread.join()
             return iter(["factor"])
 
-    class Scales(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = linear()
-
-        def forward(self, x: Tensor, options: Mapping[str, float]) -> Tensor:
-            output: Tensor = self.linear(x)
-            return output * options["factor"]
-
     def fail() -> None:
         with pytest.raises(RuntimeError):
             rnet(X[:, :3], {"factor": 1.0})
         failed.set()
 
     is_beginning, failed = threading.Event(), threading.Event()
-    net = Scales()
+    net = Net(lambda net, x, options: net.linear(x) * options["factor"], linear=linear())
     rnet = Recorder(net, input_data=(X, {"factor": 1.0}), verbose=0)
     rnet.record("*")
     rnet(X, {"factor": 1.0})
@@ -390,12 +381,11 @@ def test_a_call_goes_on_when_another_thread_ends_what_looked_at_it(
 
 
 def test_saved_tensors_of_a_thread_are_as_before_when_another_one_ends_the_block() -> None:
-    class Waits(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if threading.current_thread() is not threading.main_thread():
-                is_running.set()
-                assert is_over.wait(60)
-            return x.sin()
+    def wait(_: Any, x: Tensor) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            is_running.set()
+            assert is_over.wait(60)
+        return x.sin()
 
     def work() -> None:
         net(X)
@@ -405,7 +395,7 @@ def test_saved_tensors_of_a_thread_are_as_before_when_another_one_ends_the_block
 
     is_running, is_over = threading.Event(), threading.Event()
     found: list[Any] = []
-    net = nn.Sequential(linear(), Waits())
+    net = nn.Sequential(linear(), Net(wait))
     thread = threading.Thread(target=work)
     with recorder(net).saved_tensors("*", dtype=torch.float16):
         thread.start()

@@ -103,18 +103,9 @@ def test_checkpointed_modules_run_again_as_they_ran(
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("call", [0, 1, 2])
 def test_a_module_that_a_checkpointed_one_calls_again_and_again(call: int, reentrant: bool) -> None:
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Net(lambda net, x: x.sin() * net.weight)
-            self.part.weight = nn.Parameter(torch.tensor(1.5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(3):
-                x = self.part(x)
-            return x
-
-    body = Again()
+    weight = nn.Parameter(torch.tensor(1.5))
+    part = Net(lambda net, x: x.sin() * net.weight, weight=weight)
+    body = Net(lambda net, x: net.part(net.part(net.part(x))), part=part)
     net = Net(lambda net, x: checkpoint(net.body, x, use_reentrant=reentrant), body=body)
     rnet = Recorder(net, input_data=X, verbose=0)
     rnet.record(f"2-{call + 1}/sin")
@@ -249,14 +240,9 @@ def test_other_modes_around_and_inside() -> None:
 
 
 def test_the_calls_of_a_module_may_call_different_functions() -> None:
-    class Either(nn.Module):
-        def forward(self, x: Tensor, is_first: bool) -> Tensor:
-            return x.sin() + 1 if is_first else x.cos()
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        return net.either(net.either(x, True), False)  # type: ignore[no-any-return]
-
-    rnet = wrap(Net(forward, either=Either()), "either/*")
+    either = Net(lambda _, x, is_first: x.sin() + 1 if is_first else x.cos())
+    net = Net(lambda net, x: net.either(net.either(x, True), False), either=either)
+    rnet = wrap(net, "either/*")
     for _ in range(3):
         rnet(X)
         assert same_bits(rnet.activations["1-1/sin"], X.sin())
@@ -532,25 +518,13 @@ def test_own_code_of_a_compiled_module_is_an_error() -> None:
 
 
 def test_a_mode_that_a_forward_enters_for_good_stays() -> None:
-    class Setting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
+    def setting(net: Any, x: Tensor) -> Any:
+        y = net.inner(x) * 2
+        torch.set_default_device("cpu")
+        return y + 1
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.inner(x) * 2
-            torch.set_default_device("cpu")
-            return y + 1
-
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.setting = Setting()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.setting(x) * 3
-
-    rnet = Recorder(Around(), input_size=(2, 4))
+    inside = Net(setting, inner=nn.Linear(4, 4))
+    rnet = Recorder(Net(lambda net, x: net.setting(x) * 3, setting=inside), input_size=(2, 4))
     rnet.record("setting/add", "/mul")
     # Labelling and listing have run it, too.
     no_default_device()

@@ -22,6 +22,7 @@ from scio_recorder.errors import (
 )
 from scio_recorder.postprocessors import Knockout
 from tests.attention_nets import HEADS, SIZE, Net, SelfAttention, above
+from tests.zoo.base import Net as Composed
 
 
 def recorded(net: nn.Module, *selectors: Any, attention: Any = True, **options: Any) -> Recorder:
@@ -164,19 +165,9 @@ def test_what_the_caller_overwrites_after_the_pass() -> None:
     assert torch.equal(attention.weights(), before)
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = SelfAttention()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.attn(self.attn(x))
-        return out
-
-
 def test_a_layer_that_runs_twice(is_eager: bool) -> None:
-    net, x = Twice(), torch.randn(2, 5, SIZE)
-    net.attn.is_eager = is_eager
+    attn = SelfAttention(is_eager=is_eager)
+    net, x = Composed(lambda net, x: net.attn(net.attn(x)), attn=attn), torch.randn(2, 5, SIZE)
     rnet = recorded(net, "attn")
     rnet(x)
     first, second = rnet.recording
@@ -287,20 +278,15 @@ def test_products_behind_a_projection(kind: str) -> None:
     torch.testing.assert_close(rnet.attention["0"].weights()[:, 0], expected)
 
 
-class ProjectedByOperations(nn.Module):
-    """Projects what it receives by a parameter in its own code, as XLNet does."""
+def test_values_that_are_projected_from_another_attention() -> None:
+    """By a parameter in the layer's own code, as in XLNet."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(SIZE, HEADS, SIZE))
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = torch.einsum("bpd,dhe->bhpe", x, self.matrix)
+    def forward(net: Any, x: Tensor) -> Any:
+        parts = torch.einsum("bpd,dhe->bhpe", x, net.matrix)
         return ((parts @ parts.mT / SIZE).softmax(-1) @ parts).sum(1)
 
-
-def test_values_that_are_projected_from_another_attention() -> None:
-    net = nn.Sequential(ProjectedByOperations(), ProjectedByOperations())
+    matrices = [nn.Parameter(torch.randn(SIZE, HEADS, SIZE)) for _ in range(2)]
+    net = nn.Sequential(*(Composed(forward, matrix=matrix) for matrix in matrices))
     rnet = recorded(net, "0", "1")
     x = torch.randn(2, 5, SIZE)
     rnet(x)
@@ -311,20 +297,10 @@ def test_values_that_are_projected_from_another_attention() -> None:
         torch.testing.assert_close(rnet.attention[name].weights(), expected, rtol=1e-4, atol=1e-5)
 
 
-class WithModule(nn.Module):
-    """Computes its weights by a module, as Swin of timm does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.softmax = nn.Softmax(-1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.softmax(x @ x.mT) @ x
-        return out
-
-
 def test_a_softmax_that_is_a_module() -> None:
-    rnet = Recorder(WithModule(), input_size=(2, 5, SIZE))
+    """As in Swin of timm."""
+    net = Composed(lambda net, x: net.softmax(x @ x.mT) @ x, softmax=nn.Softmax(-1))
+    rnet = Recorder(net, input_size=(2, 5, SIZE))
     with pytest.raises(LayerNotFoundError, match=r"1-1 softmax \(Softmax\), whose output is the"):
         rnet.record("", attention=True)
     rnet.record("softmax")
@@ -524,22 +500,14 @@ def test_knockout_while_other_layers_are_changed() -> None:
     torch.testing.assert_close(out, knocked(part, hidden, (slice(None), -1, [0, 2])))
 
 
-class WithSinks(nn.Module):
-    """Attention whose softmax has two more columns than there are keys, as gpt-oss has one."""
-
-    sinks = torch.tensor([0.3, -0.2])
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = torch.cat([x @ x.mT, self.sinks.expand(*x.shape[:-1], 2)], -1)
-        return scores.softmax(-1)[..., :-2] @ x
-
-
 def test_keys_of_a_knockout_are_counted_without_sinks() -> None:
-    x = torch.randn(2, 2, 5, 8)
-    rnet = Recorder(nn.Sequential(WithSinks()), input_data=x)
+    """The softmax has two more columns than there are keys, as that of gpt-oss has one."""
+    x, sinks = torch.randn(2, 2, 5, 8), torch.tensor([0.3, -0.2]).expand(2, 2, 5, 2)
+    net = Composed(lambda _, x: torch.cat([x @ x.mT, sinks], -1).softmax(-1)[..., :-2] @ x)
+    rnet = Recorder(nn.Sequential(net), input_data=x)
     rnet.record("0", attention=True)
     out = rnet(x, activation_postproc={"0": Knockout(queries=[1], keys=[-1, 2], heads=[1])})
-    scores = torch.cat([x @ x.mT, torch.tensor([0.3, -0.2]).expand(2, 2, 5, 2)], -1).double().exp()
+    scores = torch.cat([x @ x.mT, sinks], -1).double().exp()
     scores[:, 1, 1, [4, 2]] = 0
     weights = (scores / scores.sum(-1, keepdim=True))[..., :5]
     torch.testing.assert_close(out, (weights @ x.double()).float())
@@ -603,23 +571,15 @@ def test_other_methods_of_a_recorder_with_attention() -> None:
     torch.testing.assert_close(found, net.h[1].attn(net.h[0](x)))
 
 
-class OverwritingLater(nn.Module):
-    """Overwrites what its attention has received once it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.overwrites = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        given = x * 1
-        output: Tensor = functional.scaled_dot_product_attention(given, given, given)
-        if self.overwrites:
-            given.zero_()
+def test_what_was_lost_once_is_copied_from_then_on() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        received = x * 1
+        output = functional.scaled_dot_product_attention(received, received, received)
+        if net.overwrites:
+            received.zero_()
         return output
 
-
-def test_what_was_lost_once_is_copied_from_then_on() -> None:
-    net = OverwritingLater()
+    net = Composed(forward, overwrites=False)
     rnet = Recorder(net, input_size=(1, 2, 3, 4))
     rnet.record("", attention=True)
     with torch.no_grad():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import FlowError, Recorder
+from tests.zoo.base import Net as Composed
 
 X = torch.randn(2, 4)
 
@@ -157,17 +158,11 @@ def test_what_stays_the_same_is_recorded(kind: str) -> None:
 
 
 def test_an_owner_that_did_not_run_at_labelling_is_another_one() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = nn.Linear(4, 4)
-            self.optional, self.uses_it = Owner(self.shared), False
+    def forward(net: Any, x: Tensor) -> Any:
+        return net.optional(x) if net.uses_it else net.shared(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.optional(x) if self.uses_it else self.shared(x)
-            return out
-
-    net = Outer()
+    shared = nn.Linear(4, 4)
+    net = Composed(forward, shared=shared, optional=Owner(shared), uses_it=False)
     rnet = Recorder(net, input_size=(2, 4))
     rnet.record("shared")
     rnet(X)

@@ -153,18 +153,12 @@ def test_recorder_of_a_recorder() -> None:
 def test_recorder_that_runs_inside_another_pass() -> None:
     """A net whose forward uses a recorder of its own, on a net of its own."""
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = small_net()
-            self.inner = recorder(self.encoder, "2")
-            self.head = linear()
+    def forward(net: Any, x: Tensor) -> Any:
+        net.inner(x)
+        return net.head(net.inner.activations["2"])
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.inner(x)
-            return self.head(self.inner.activations["2"])
-
-    net = Outer()
+    encoder = small_net()
+    net = Net(forward, encoder=encoder, inner=recorder(encoder, "2"), head=linear())
     rnet = recorder(net, "head", "")
     for _ in range(3):
         x = torch.randn(3, 4)

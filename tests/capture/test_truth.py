@@ -24,12 +24,14 @@ from tests.harness import (
     executed,
     hook_state,
     make_recorder,
+    recorder,
     run_pass,
     training_flags,
 )
 from tests.oracle import Leaf, Watch, differences, freeze, leaves, same_bits, scalar_loss, tensors
 from tests.zoo import inplace
 from tests.zoo import transformers as transformers_zoo
+from tests.zoo.base import Net, linear
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -234,24 +236,14 @@ def test_changed_kernel_is_said_once() -> None:
 
 
 def test_records_are_those_of_their_layers_when_modules_return_in_another_order() -> None:
-    class EitherFirst(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-            self.is_swapped = False
+    def forward(net: Any, x: torch.Tensor) -> Any:
+        return net.first(net.second(x)) if net.is_swapped else net.second(net.first(x))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            order = [self.first, self.second]
-            for module in order[::-1] if self.is_swapped else order:
-                x = module(x)
-            return x
-
-    net = EitherFirst()
-    rnet = Recorder(net, input_size=(1, 2), verbose=0)
-    rnet.record("first", "second")
+    net = Net(forward, first=linear(), second=linear(), is_swapped=False)
+    rnet = recorder(net, "first", "second")
     for is_swapped in (False, False, True, True, False):
         net.is_swapped = is_swapped
-        x = torch.rand(3, 2)
+        x = torch.rand(3, 4)
         with torch.no_grad():
             rnet(x)
             order = ("second", "first") if is_swapped else ("first", "second")

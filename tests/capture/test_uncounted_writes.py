@@ -17,6 +17,7 @@ from torch.utils import swap_tensors
 from scio_recorder.errors import MutationError
 from tests.harness import one_process, recorder
 from tests.oracle import same_bits
+from tests.zoo.base import Net, linear
 
 Write = Callable[[Tensor], object]
 
@@ -92,12 +93,8 @@ def test_a_write_that_is_not_counted_changes_no_record(name: str, grad: bool) ->
 
 
 def test_a_layer_that_writes_into_its_input_and_returns_it() -> None:
-    class Kernel(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            by_pointer(x)
-            return x
-
-    net = nn.Sequential(nn.Linear(4, 4), Kernel(), nn.Linear(4, 4))
+    kernel = Net(lambda _, x: (by_pointer(x), x)[1])
+    net = nn.Sequential(linear(), kernel, linear())
     rnet = recorder(net, "*", inputs=True)
     with torch.no_grad():
         for _ in range(3):
@@ -177,31 +174,16 @@ def test_what_was_read_stays_when_its_memory_is_freed() -> None:
     assert same_bits(rnet.activations["first"], truth)
 
 
-class Positions(nn.Module):
-    """Returns a view of its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(9, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight[: x.shape[1]]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions, self.layer = Positions(), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x + self.positions(x))
-        return output
+def block() -> nn.Module:
+    weight = nn.Parameter(torch.randn(9, 4))
+    positions = Net(lambda net, x: net.weight[: x.shape[1]], weight=weight)
+    return Net(lambda net, x: net.layer(x + net.positions(x)), positions=positions, layer=linear())
 
 
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_a_view_of_a_parameter_that_fsdp_frees() -> None:
-    net = nn.Sequential(Block(), Block())
+    net = nn.Sequential(block(), block())
     wanted = [block.positions.weight.detach()[:5].clone() for block in net]
     with one_process():
         mesh = init_device_mesh("cpu", (1,))

@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2Model
 import scio_recorder
 from scio_recorder import Recorder
 from scio_recorder.reductions import Mean
+from tests.zoo.base import Net
 
 PACKAGE = scio_recorder.__path__[0]
 # What waits for a GPU.
@@ -228,11 +229,8 @@ def test_a_watched_pass_copies_only_what_somebody_holds() -> None:
 
 
 def test_frames_are_walked_in_the_first_pass_of_a_setting_alone() -> None:
-    class Named(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"sum": x + 1, "product": x * 2}
-
-    net = nn.Sequential(Sums(3), Named())
+    named = Net(lambda _, x: {"sum": x + 1, "product": x * 2})
+    net = nn.Sequential(Sums(3), named)
     rnet = Recorder(net, input_data=X, verbose=0)
     rnet.record("*", "*/*")
     walks = [calls_in(lambda: rnet(X))["is_in_compiled_function"] for _ in range(3)]
@@ -241,17 +239,12 @@ def test_frames_are_walked_in_the_first_pass_of_a_setting_alone() -> None:
 
 
 def test_copies_are_not_shared_where_torch_did_not_count_a_write() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(3, 3)
+    def outer(net: Any, x: Tensor) -> Any:
+        y = net.inner(x)
+        y.data.add_(1)
+        return y
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.inner(x)
-            y.data.add_(1)
-            return y
-
-    net = nn.Sequential(Outer(), nn.ReLU(inplace=True))
+    net = nn.Sequential(Net(outer, inner=nn.Linear(3, 3)), nn.ReLU(inplace=True))
     rnet = Recorder(net, input_data=X, verbose=0)
     rnet.record("0", "0.inner")
     with torch.no_grad():

@@ -29,23 +29,14 @@ from scio_recorder.nets import attention as kinds
 from scio_recorder.nets.attention.eager import Eager
 from scio_recorder.postprocessors import Knockout
 from tests.rotation import one_in
+from tests.zoo.base import Net
 
 attend = functional.scaled_dot_product_attention
 
 
-class Code(nn.Module):
-    """A module with some own code."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(*inputs)
-
-
 def recorded(function: Callable[..., Tensor], *inputs: Tensor) -> Recorder:
-    rnet = Recorder(nn.Sequential(Code(function)), input_data=inputs)
+    code = Net(lambda _, *inputs: function(*inputs))
+    rnet = Recorder(nn.Sequential(code), input_data=inputs)
     rnet.record("0", attention=True)
     return rnet
 
@@ -325,7 +316,7 @@ def test_keys_that_masks_know_nothing_of_are_refused_at_once() -> None:
 
 def test_a_recorder_that_an_earlier_version_has_pickled() -> None:
     x = torch.randn(2, 3, 5, 4)
-    rnet = Recorder(nn.Sequential(nn.ReLU(), Nested(kernel)), input_data=x)
+    rnet = Recorder(nn.Sequential(nn.ReLU(), nested(kernel)), input_data=x)
     rnet.record("1.inner", "1/matmul", attention="1.inner")
     for row in [*rnet._operations, *rnet.architecture.operations.values()]:  # type: ignore[misc]
         vars(row).pop("attention", None)
@@ -339,21 +330,19 @@ def test_a_recorder_that_an_earlier_version_has_pickled() -> None:
         other.record("1.inner", attention=True)
 
 
-class Nested(nn.Module):
-    """Multiplies its weights with what another attention returned meanwhile."""
+def nested(inner: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a net that multiplies its weights with what another attention returned meanwhile."""
 
-    def __init__(self, inner: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner = Code(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(net: Any, x: Tensor) -> Any:
         weights = torch.softmax(x @ x.mT, -1)
-        return weights @ self.inner(x)
+        return weights @ net.inner(x)
+
+    return Net(forward, inner=Net(lambda _, x: inner(x)))
 
 
 @pytest.mark.parametrize("inner", [kernel, eager])
 def test_attention_inside_another_is_collected(inner: Callable[[Tensor], Tensor]) -> None:
-    net, x = nn.Sequential(Nested(inner)), torch.randn(2, 3, 5, 4)
+    net, x = nn.Sequential(nested(inner)), torch.randn(2, 3, 5, 4)
     rnet = Recorder(net, input_data=x)
     rnet.record("0", "0.inner", attention=True)
     collected: Any = rnet.collect(

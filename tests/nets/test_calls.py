@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,24 +15,21 @@ from tests.oracle import same_bits
 from tests.zoo.base import Net, linear
 
 
-class Repeats(nn.Module):
-    """Calls `step` as often as `times` says."""
+def repeating(times: int) -> Any:
+    """Return a net that calls `step` as often as `times` says."""
 
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.first, self.step, self.last = linear(), linear(), linear()
-        self.times = times
+    def forward(net: Any, x: Tensor) -> Any:
+        x = net.first(x)
+        for _ in range(net.times):
+            x = net.step(x)
+        return net.last(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(self.times):
-            x = self.step(x)
-        return self.last(x)
+    return Net(forward, first=linear(), step=linear(), last=linear(), times=times)
 
 
 @pytest.mark.parametrize("seen", [0, 1, 3, 9])
 def test_other_number_of_calls_is_named(seen: int) -> None:
-    net = Repeats(2)
+    net = repeating(2)
     rnet = recorder(net, "first", "step")
     rnet(torch.randn(3, 4))
     net.times = seen
@@ -51,7 +50,7 @@ def test_other_number_of_calls_is_named(seen: int) -> None:
 
 
 def test_one_of_several_calls_is_recorded_and_all_are_counted() -> None:
-    net = Repeats(3)
+    net = repeating(3)
     rnet = recorder(net, "1-3")
     x = torch.randn(3, 4)
     rnet(x)
@@ -65,7 +64,7 @@ def test_one_of_several_calls_is_recorded_and_all_are_counted() -> None:
 
 
 def test_extract_counts_only_the_calls_before_its_end() -> None:
-    net = Repeats(3)
+    net = repeating(3)
     rnet = recorder(net, "1-3")
     x = torch.randn(3, 4)
     truth = net.step.forward(net.step.forward(net.first.forward(x)))
@@ -76,7 +75,7 @@ def test_extract_counts_only_the_calls_before_its_end() -> None:
 
 
 def test_unselected_modules_may_run_as_often_as_they_like() -> None:
-    net = Repeats(2)
+    net = repeating(2)
     rnet = recorder(net, "first")
     net.times = 7
     x = torch.randn(3, 4)
@@ -108,20 +107,15 @@ def test_calls_outside_a_pass_do_not_count() -> None:
 
 
 def test_data_that_changes_the_flow_is_named_when_it_was_let_through() -> None:
-    class WhileLarge(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.halve = Net(lambda _, x: x / 2)
+    def while_large(net: Any, x: Tensor) -> Tensor:
+        while x.norm() > 1:
+            x = net.halve(x)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            while x.norm() > 1:
-                x = self.halve(x)
-            return x
-
-    x = torch.tensor([3.0])
+    net, x = Net(while_large, halve=Net(lambda _, x: x / 2)), torch.tensor([3.0])
     with pytest.raises(FlowError):
-        Recorder(WhileLarge(), input_data=x, verbose=0)
-    rnet = Recorder(WhileLarge(), input_data=x, force_static_flow=False, verbose=0)
+        Recorder(net, input_data=x, verbose=0)
+    rnet = Recorder(net, input_data=x, force_static_flow=False, verbose=0)
     rnet.record("halve")
     rnet(torch.tensor([-3.5]))
     assert [rnet.activations[label].item() for label in rnet.recording] == [-1.75, -0.875]

@@ -569,12 +569,8 @@ def test_keywords_of_torchinfo_override_the_defaults():
 def test_a_net_without_parameters_stays_on_the_cpu():
     devices = []
 
-    class Noting(nn.Module):
-        def forward(self, x):
-            devices.append(x.device.type)
-            return x
-
-    label_net(Noting(), input_size=(1, 4), force_static_flow=False)
+    noting = Net(lambda _, x: (devices.append(x.device.type), x)[1])
+    label_net(noting, input_size=(1, 4), force_static_flow=False)
     assert devices == ["cpu"]
 
 
@@ -805,11 +801,10 @@ def test_an_error_of_the_net_is_gone_once_it_is_handled():
     class OwnError(Exception):
         pass
 
-    class Inner(nn.Module):
-        def forward(self, x):
-            raise OwnError
+    def fail(net, x):
+        raise OwnError
 
-    net = nn.Sequential(linear(), Inner())
+    net = nn.Sequential(linear(), Net(fail))
     with garbage_left():
         try:
             label_net(net, input_size=(2, 4))

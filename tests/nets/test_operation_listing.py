@@ -23,6 +23,7 @@ from scio_recorder import (
 from scio_recorder.nets.operations import function_name
 from tests.operation_oracle import Operations, short_name
 from tests.oracle import same_bits
+from tests.zoo.base import Net as Composed
 
 
 class Block(nn.Module):
@@ -211,13 +212,12 @@ def test_what_belongs_to_layers_only_says_so() -> None:
 
 
 def test_any_number_of_calls() -> None:
-    class Loop(nn.Module):
-        def forward(self, x: Tensor, steps: int = 2) -> Tensor:
-            for _ in range(steps):
-                x = x.sin() * 2
-            return x
+    def loop(_: Any, x: Tensor, steps: int = 2) -> Tensor:
+        for _ in range(steps):
+            x = x.sin() * 2
+        return x
 
-    rnet = Recorder(Loop(), input_data=torch.ones(2), verbose=0)
+    rnet = Recorder(Composed(loop), input_data=torch.ones(2), verbose=0)
     rnet.record("/sin", calls="any")
     assert rnet.recording == ((0, 1, "sin", 0),)
     x = torch.randn(2)
@@ -240,15 +240,9 @@ def test_any_number_of_calls() -> None:
 
 
 def test_modules_that_did_not_run_are_left_out_with_a_warning() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, x: Tensor, chosen: int = 0) -> Tensor:
-            return self.experts[chosen](x)  # type: ignore[no-any-return]
-
-    rnet = Recorder(Experts(), input_data=torch.ones(3, 4), verbose=0)
+    experts = nn.ModuleList(Block() for _ in range(3))
+    net = Composed(lambda net, x, chosen=0: net.experts[chosen](x), experts=experts)
+    rnet = Recorder(net, input_data=torch.ones(3, 4), verbose=0)
     with pytest.warns(UserWarning, match=r"experts\.1, experts\.2 .*did not run at labelling"):
         rnet.record("experts.?/softmax", calls="any")
     x = torch.randn(3, 4)
@@ -261,21 +255,15 @@ def test_modules_that_did_not_run_are_left_out_with_a_warning() -> None:
 
 
 def test_calls_that_are_shared_out_otherwise_are_an_error() -> None:
-    class Part(nn.Module):
-        def forward(self, x: Tensor, steps: int) -> Tensor:
-            for _ in range(steps):
-                x = x.sin()
-            return x
+    def part(_: Any, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            x = x.sin()
+        return x
 
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Part()
+    def forward(net: Any, x: Tensor, first: int = 2) -> Any:
+        return net.part(net.part(x, first), 5 - first)
 
-        def forward(self, x: Tensor, first: int = 2) -> Tensor:
-            return self.part(self.part(x, first), 5 - first)  # type: ignore[no-any-return]
-
-    rnet = Recorder(Shared(), input_data=torch.ones(2), verbose=0)
+    rnet = Recorder(Composed(forward, part=Composed(part)), input_data=torch.ones(2), verbose=0)
     rnet.record("part/sin")
     assert len(rnet.recording) == 5
     rnet(torch.ones(2))
@@ -286,11 +274,8 @@ def test_calls_that_are_shared_out_otherwise_are_an_error() -> None:
 
 
 def test_a_function_that_is_not_called_is_an_error() -> None:
-    class Either(nn.Module):
-        def forward(self, x: Tensor, bends: bool = True) -> Tensor:
-            return x.sin() if bends else x.cos()
-
-    rnet = Recorder(Either(), input_data=torch.ones(2), verbose=0)
+    either = Composed(lambda _, x, bends=True: x.sin() if bends else x.cos())
+    rnet = Recorder(either, input_data=torch.ones(2), verbose=0)
     rnet.record("/sin")
     with pytest.raises(FlowError, match=r"0-1/sin:0 .*: 1 at labelling, 0 now"):
         rnet(torch.ones(2), False)
@@ -300,11 +285,8 @@ def test_a_function_that_is_not_called_is_an_error() -> None:
 
 
 def test_what_runs_in_a_transform_is_listed_and_not_recorded() -> None:
-    class Mapped(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.vmap(lambda row: row.sin())(x).cos()
-
-    rnet = Recorder(Mapped(), input_data=torch.randn(2, 3), verbose=0)
+    mapped = Composed(lambda _, x: torch.vmap(lambda row: row.sin())(x).cos())
+    rnet = Recorder(mapped, input_data=torch.randn(2, 3), verbose=0)
     assert [row.function for row in rnet.operations().values()] == ["sin", "cos"]
     with pytest.raises(LayerNotFoundError, match=r"torch.func transform"):
         rnet.record("/sin")
@@ -349,16 +331,11 @@ def test_names_are_those_of_torch() -> None:
     ids=["size", "tensor", "names"],
 )
 def test_operations_are_listed_for_the_network_as_it_is_now(to: Any, given: Any) -> None:
-    class Sine(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
+    def forward(net: Any, x: Tensor, rows: Tensor | None = None) -> Any:
+        x = net.inner(x).sin()
+        return x if rows is None else x[rows]
 
-        def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-            x = self.inner(x).sin()
-            return x if rows is None else x[rows]
-
-    net = Sine()
+    net = Composed(forward, inner=nn.Linear(4, 4))
     rnet = Recorder(net, **given)
     net.to(to)
     weight = net.inner.weight

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from scio_recorder import Recorder, compare
 from scio_recorder.nets.state.untouched import untouched
 from scio_recorder.tensors import private
+from tests.zoo.base import Net as Composed
 
 
 class Slots:
@@ -387,21 +388,11 @@ def test_hooks_of_the_recorder_may_come_and_go_meanwhile() -> None:
     assert not any(module._forward_hooks for module in net.modules())
 
 
-class Counting(nn.Module):
-    """Has running statistics, and can be copied or not."""
-
-    def __init__(self, *, can_be_copied: bool) -> None:
-        super().__init__()
-        self.inner, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-        self.lock = None if can_be_copied else threading.Lock()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.inner(x))
-
-
 @pytest.mark.parametrize("can_be_copied", [False, True])
 def test_a_recorder_in_the_net_is_as_before(can_be_copied: bool) -> None:
-    net = Counting(can_be_copied=can_be_copied)
+    parts = {"inner": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)}
+    net = Composed(lambda net, x: net.norm(net.inner(x)), **parts)
+    net.lock = None if can_be_copied else threading.Lock()
     seen: list[str] = []
     rnet = Recorder(net, input_size=(2, 4))
     rnet.record("inner", inputs=True, gradients=True)
@@ -425,17 +416,10 @@ def test_a_recorder_in_the_net_is_as_before(can_be_copied: bool) -> None:
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_forward_inside_a_closure_leads_to_the_net_itself(asks: bool) -> None:
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-            inner = self.norm.forward
-            self.norm.forward = lambda x: inner(x)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x) / (x.abs().max().item() if asks else 1.0)
-
-    net = Wrapped()
+    norm = nn.BatchNorm1d(4)
+    inner = norm.forward
+    norm.forward = lambda x: inner(x)
+    net = Composed(lambda net, x: net.norm(x) / (x.abs().max().item() if asks else 1.0), norm=norm)
     label(net)
     assert net.norm.running_mean is not None
     assert net.norm.running_mean.tolist() == [0] * 4

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import PostprocessorError, Recorder
 from scio_recorder.postprocessors import Ablate, At, Heads, OnInput, Scale
+from tests.zoo.base import Net as Composed
+from tests.zoo.base import linear
 
 WIDTH = 6
 
@@ -142,30 +144,23 @@ def test_recompute_applies_it_again():
         assert torch.equal(recomputed["blocks.1.up"], net.blocks[1].up(before))
 
 
-class Twice(nn.Module):
-    """One module called twice; its first call fails where it is asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = Cell()
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            self.cell(x, True)
-        except ZeroDivisionError:
-            x = x + 1
-        return self.cell(self.cell(x))
+def twice(net: Any, x: Tensor) -> Any:
+    """Call a module twice, after a call that fails."""
+    try:
+        net.cell(x, True)
+    except ZeroDivisionError:
+        x = x + 1
+    return net.cell(net.cell(x))
 
 
-class Cell(nn.Module):
-    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
-        if fails:
-            raise ZeroDivisionError
-        return x * 3
+def cell(_: Any, x: Tensor, fails: bool = False) -> Tensor:
+    if fails:
+        raise ZeroDivisionError
+    return x * 3
 
 
 def test_calls_of_one_module_are_told_apart():
-    rnet = Recorder(Twice(), input_size=(1, 2))
+    rnet = Recorder(Composed(twice, cell=Composed(cell)), input_size=(1, 2))
     first, second = rnet.architecture.labels_of("cell")
     rnet.record(first, second)
     x = torch.randn(1, 2)
@@ -177,30 +172,13 @@ def test_calls_of_one_module_are_told_apart():
     assert torch.equal(out, (x + 1) * 2 * 3 * 3 + 7)
 
 
-class SharingBlock(nn.Module):
-    def __init__(self, shared: nn.Module) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.shared = shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.shared(self.linear(x))
-
-
-class SharingNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        shared = nn.Tanh()
-        self.blocks = nn.ModuleList(SharingBlock(shared) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def test_rows_without_a_call_do_not_count():
-    net = SharingNet()
+    shared = nn.Tanh()
+    blocks = [
+        Composed(lambda net, x: net.shared(net.linear(x)), linear=linear(), shared=shared)
+        for _ in range(2)
+    ]
+    net = Composed(lambda net, x: net.blocks[1](net.blocks[0](x)), blocks=nn.ModuleList(blocks))
     rnet = Recorder(net, input_size=(1, 4))
     # torchinfo shows the shared module under its last name, whose containers get rows for that.
     rows = [row.executed for row in rnet.architecture.values() if row.name == "blocks.1"]
@@ -217,17 +195,12 @@ class Structured(nn.Module):
         return first - other if mask is None else mask * 2
 
 
-class Calls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Structured()
-
-    def forward(self, x: Tensor, how: str = "pair") -> Tensor:
-        if how == "pair":
-            return self.inner((x, x * 2), mask=None)
-        if how == "keyword":
-            return self.inner(None, flag=False, mask=x)
-        return self.inner(3)
+def calls(net: Any, x: Tensor, how: str = "pair") -> Any:
+    if how == "pair":
+        return net.inner((x, x * 2), mask=None)
+    if how == "keyword":
+        return net.inner(None, flag=False, mask=x)
+    return net.inner(3)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +208,7 @@ class Calls(nn.Module):
 )
 def test_the_first_tensor_counts(how, expected):
     x = torch.randn(2, 3)
-    rnet = Recorder(Calls(), input_data={"x": x, "how": how})
+    rnet = Recorder(Composed(calls, inner=Structured()), input_data={"x": x, "how": how})
     rnet.record("inner")
     out = rnet(x, how, activation_postproc=OnInput(lambda t: t * 10))
     assert torch.equal(out, expected(x))
@@ -243,7 +216,7 @@ def test_the_first_tensor_counts(how, expected):
 
 def test_what_can_not_be():
     x = torch.ones(2, 3)
-    rnet = Recorder(Calls(), input_data={"x": x})
+    rnet = Recorder(Composed(calls, inner=Structured()), input_data={"x": x})
     rnet.record("inner")
     with pytest.raises(PostprocessorError, match="received no tensor"):
         rnet(x, "number", activation_postproc=OnInput(Scale(1.0)))
@@ -315,16 +288,9 @@ def test_heads_of_an_attention_without_a_projection_are_not_warned_of() -> None:
 
 
 def test_heads_of_an_attention_whose_projection_is_no_layer() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.MultiheadAttention(WIDTH, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = self.inner(x, x, x, need_weights=False)[0]
-            return output
-
-    rnet = recorder(Net(), "inner")
+    inner = nn.MultiheadAttention(WIDTH, 3)
+    net = Composed(lambda net, x: net.inner(x, x, x, need_weights=False)[0], inner=inner)
+    rnet = recorder(net, "inner")
     with pytest.warns(UserWarning, match="runs its projection as no layer"):
         rnet(torch.randn(2, WIDTH), activation_postproc=HEADS)
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import FlowError, Recorder, UnsupportedTorchError
 from scio_recorder.tensors import private
 from tests.rotation import one_in
 from tests.tensors.private_examples import EXAMPLES
+from tests.zoo.base import Net
 
 
 def untried() -> ModuleType:
@@ -134,25 +135,14 @@ def test_tested_versions_are_those_of_the_documentation() -> None:
     assert (min(versions), max(versions)) == (private.OLDEST, private.NEWEST)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(2, 2)
-        self.act = nn.ReLU(inplace=True)
-        self.view = nn.Unflatten(1, (1, 2))
-        self.split = Split()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.split(self.view(self.act(self.first(x) * 2)))
-
-
-class Split(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * 2, x * 3
-
-
 def recorded(**options: Any) -> Recorder:
-    rnet = Recorder(Net(), input_size=(1, 2), verbose=0, force_static_flow=False)
+    net = nn.Sequential(
+        Net(lambda net, x: net.linear(x) * 2, linear=nn.Linear(2, 2)),
+        nn.ReLU(inplace=True),
+        nn.Unflatten(1, (1, 2)),
+        Net(lambda _, x: (x * 2, x * 3)),
+    )
+    rnet = Recorder(net, input_size=(1, 2), verbose=0, force_static_flow=False)
     rnet.record("*", **options)
     return rnet
 
@@ -170,27 +160,16 @@ def post_process() -> None:
     recorded()(torch.ones(1, 2), activation_postproc=lambda output: None)
 
 
-class Branch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
-
-
 def label() -> None:
     with contextlib.suppress(FlowError):
-        Recorder(Branch(), input_size=(1, 2), verbose=0)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.inner, x, use_reentrant=False)
+        branch = Net(lambda _, x: x if x.sum() > 0 else -x)
+        Recorder(branch, input_size=(1, 2), verbose=0)
 
 
 def run_checkpointed() -> None:
-    rnet = Recorder(Checkpointed(), input_size=(1, 2), verbose=0, force_static_flow=False)
+    inner = nn.Linear(2, 2)
+    net = Net(lambda net, x: checkpoint(net.inner, x, use_reentrant=False), inner=inner)
+    rnet = Recorder(net, input_size=(1, 2), verbose=0, force_static_flow=False)
     rnet.record("inner")
     rnet(torch.ones(1, 2), activation_postproc=lambda x: x * 2).sum().backward()
 
