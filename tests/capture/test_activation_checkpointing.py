@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scio_recorder import Recorder
+from tests.capture.test_regions import REENTRANT, around, bare, intervene, nested
+from tests.harness import recorder
 from tests.oracle import differences, freeze, seed_everything
 from tests.zoo.base import Net, linear
-from tests.zoo.gradients import region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-REENTRANT = pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
 SELECTED = ("first", "block.0", "block.1", "block.2", "block", "last")
 
 
@@ -32,58 +31,22 @@ def noisy(tensor: Tensor) -> Tensor:
     return tensor * torch.rand_like(tensor)
 
 
-def build(around: Callable[..., Tensor]) -> nn.Module:
-    """Two uses of one block, and `around` decides how each is called."""
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        hidden = around(net.block, net.first(x))
-        return net.last(around(net.block, hidden))
-
+def build(call: Callable[..., Any]) -> nn.Module:
+    """Return a net that uses one block twice, each in a region of its own."""
     torch.manual_seed(7)
     block = nn.Sequential(linear(), nn.Tanh(), linear())
-    return Net(forward, first=linear(), block=block, last=linear())
-
-
-def build_nested(around: Callable[..., Tensor]) -> nn.Module:
-    def inner(net: Any, x: Tensor) -> Tensor:
-        return around(net.block, x) * 2
-
-    torch.manual_seed(7)
-    nested = Net(inner, block=nn.Sequential(linear(), nn.Tanh(), linear()))
     return Net(
-        lambda net, x: net.last(around(net.nested, net.first(x))),
+        lambda net, x: net.last(call(net.block, call(net.block, net.first(x)))),
         first=linear(),
-        nested=nested,
+        block=block,
         last=linear(),
     )
 
 
-def recorder(make: Callable[..., nn.Module], reentrant: bool, selected: Sequence[str]) -> Recorder:
-    net = make(lambda function, x: region(reentrant, function, x))
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record(*selected)
-    return rnet
-
-
-class Plain:
-    """The net without regions; `post` acts at the selected modules through hooks of torch."""
-
-    def __init__(self, make: Callable[..., nn.Module], selected: Sequence[str]) -> None:
-        self.net = make(lambda function, x: function(x))
-        self.post: Any = None
-        for name in selected:
-            self.net.get_submodule(name).register_forward_hook(self._hook)
-
-    def _hook(self, _module: nn.Module, _args: Any, output: Tensor) -> Any:
-        return None if self.post is None else self.post(output)
-
-    def __call__(self, x: Tensor, post: Any) -> Tensor:
-        self.post = post
-        return self.net(x)
-
-
-def gradients(net: nn.Module) -> list[Tensor | None]:
-    return [value.grad for value in net.parameters()]
+def plain(post: Any, make: Callable[..., nn.Module] = build, names: Any = SELECTED) -> nn.Module:
+    """Return the net without regions, in which a post-processor acts through hooks of torch."""
+    net = make(bare)
+    return net if post is None else intervene(net, post, *names)
 
 
 def inputs(count: int) -> list[Tensor]:
@@ -91,35 +54,36 @@ def inputs(count: int) -> list[Tensor]:
     return [torch.randn(3, 4, requires_grad=True) for _ in range(count)]
 
 
-def assert_equal(mine: Any, truth: Any) -> None:
-    wrong = differences(freeze(mine), freeze(truth))
+def assert_same_gradients(mine: nn.Module, output: Tensor, truth: nn.Module, other: Tensor) -> None:
+    for net, out in ((mine, output), (truth, other)):
+        net.zero_grad()
+        out.square().sum().backward()
+    pairs = [[value.grad for value in net.parameters()] for net in (mine, truth)]
+    wrong = differences(*map(freeze, pairs))
     assert not wrong, "\n".join(wrong)
 
 
 @REENTRANT
-@pytest.mark.parametrize("make", [build, build_nested])
+@pytest.mark.parametrize("make", [build, nested])
 @pytest.mark.parametrize("post", [None, scaled(3.0), noisy], ids=["none", "scaled", "noisy"])
 def test_gradients_are_those_of_the_net_without_regions(
     make: Callable[..., nn.Module], post: Any, reentrant: bool
 ) -> None:
-    names = SELECTED if make is build else ("first", "nested.block.1", "nested.block", "last")
-    rnet, plain = recorder(make, reentrant, names), Plain(make, names)
+    names = SELECTED if make is build else ("first", "inner.block.1", "inner.block")
+    rnet, net = recorder(make(around(reentrant)), *names), plain(post, make, names)
     for seed in range(3):
         (x,) = inputs(1)
         seed_everything(seed)
         output = rnet(x, activation_postproc=post)
         seed_everything(seed)
-        truth = plain(x, post)
-        assert_equal(output, truth)
-        for each, net in ((output, rnet.net), (truth, plain.net)):
-            net.zero_grad()
-            each.square().sum().backward()
-        assert_equal(gradients(rnet.net), gradients(plain.net))
+        truth = net(x)
+        assert not differences(freeze(output), freeze(truth))
+        assert_same_gradients(rnet.net, output, net, truth)
 
 
 @REENTRANT
 def test_nothing_is_recorded_twice(reentrant: bool) -> None:
-    rnet = recorder(build, reentrant, SELECTED)
+    rnet = recorder(build(around(reentrant)), *SELECTED)
     (x,) = inputs(1)
     output = rnet(x)
     before = {label: freeze(rnet.activations[label]) for label in rnet.recording}
@@ -139,65 +103,57 @@ ORDERS = {"in order": (0, 1, 2), "reversed": (2, 1, 0), "mixed": (1, 0, 2)}
 def test_outstanding_passes_keep_their_own_postprocessors(
     order: tuple[int, ...], reentrant: bool
 ) -> None:
-    rnet, plain = recorder(build, reentrant, SELECTED), Plain(build, SELECTED)
-    posts = [scaled(3.0), None, scaled(-0.5)]
-    rows = list(zip(inputs(3), posts, strict=True))
-    mine = [rnet(x, activation_postproc=post) for x, post in rows]
-    truth = [plain(x, post) for x, post in rows]
+    rnet = recorder(build(around(reentrant)), *SELECTED)
+    rows = list(zip(inputs(3), [scaled(3.0), None, scaled(-0.5)], strict=True))
+    outputs = [rnet(x, activation_postproc=post) for x, post in rows]
     for index in order:
-        rnet.net.zero_grad()
-        plain.net.zero_grad()
-        mine[index].square().sum().backward()
-        truth[index].square().sum().backward()
-        assert_equal(gradients(rnet.net), gradients(plain.net))
+        x, post = rows[index]
+        net = plain(post)
+        assert_same_gradients(rnet.net, outputs[index], net, net(x))
 
 
 @REENTRANT
 def test_outstanding_passes_summed(reentrant: bool) -> None:
-    rnet, plain = recorder(build, reentrant, SELECTED), Plain(build, SELECTED)
+    rnet = recorder(build(around(reentrant)), *SELECTED)
     rows = list(zip(inputs(2), [scaled(3.0), scaled(-0.5)], strict=True))
-    mine = sum(rnet(x, activation_postproc=post).square().sum() for x, post in rows)
-    truth = sum(plain(x, post).square().sum() for x, post in rows)
-    mine.backward()
-    truth.backward()
-    for one, two in zip(gradients(rnet.net), gradients(plain.net), strict=True):
+    sum(rnet(x, activation_postproc=post).square().sum() for x, post in rows).backward()
+    nets = [plain(post) for _, post in rows]
+    for net, (x, _) in zip(nets, rows, strict=True):
+        net(x).square().sum().backward()
+    for mine, one, other in zip(*(net.parameters() for net in (rnet.net, *nets)), strict=True):
         # Two passes meet in one sum, whose order the engine chooses.
-        torch.testing.assert_close(one, two)
+        torch.testing.assert_close(mine.grad, one.grad + other.grad)
 
 
 @REENTRANT
 def test_passes_in_between_do_not_disturb_the_rerun(reentrant: bool) -> None:
-    rnet, plain = recorder(build, reentrant, SELECTED), Plain(build, SELECTED)
+    rnet, net = recorder(build(around(reentrant)), *SELECTED), plain(scaled(3.0))
     x, other = inputs(2)
     output = rnet(x, activation_postproc=scaled(3.0))
     with torch.no_grad():
         rnet(other, activation_postproc=scaled(100.0))
     rnet(other, dont_record=True)
     latest = freeze(dict(rnet.activations))
-    output.square().sum().backward()
-    plain(x, scaled(3.0)).square().sum().backward()
-    assert_equal(gradients(rnet.net), gradients(plain.net))
+    assert_same_gradients(rnet.net, output, net, net(x))
     assert not differences(freeze(dict(rnet.activations)), latest)
 
 
 @REENTRANT
 def test_each_call_of_a_shared_block_has_its_own_postprocessor(reentrant: bool) -> None:
-    rnet = recorder(build, reentrant, ("block.1",))
-    plain = Plain(build, ("block.1",))
-    (x,) = inputs(1)
-    rnet(x, activation_postproc=[scaled(3.0), scaled(-2.0)]).square().sum().backward()
+    rnet = recorder(build(around(reentrant)), "block.1")
     factors = iter([3.0, -2.0])
-    plain(x, lambda tensor: tensor * next(factors)).square().sum().backward()
-    assert_equal(gradients(rnet.net), gradients(plain.net))
+    net = plain(lambda tensor: tensor * next(factors), names=["block.1"])
+    (x,) = inputs(1)
+    output = rnet(x, activation_postproc=[scaled(3.0), scaled(-2.0)])
+    assert_same_gradients(rnet.net, output, net, net(x))
 
 
 @REENTRANT
 def test_a_recorder_that_is_run_again_itself_keeps_the_records_of_its_pass(
     reentrant: bool,
 ) -> None:
-    rnet = Recorder(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), input_size=(1, 2), verbose=0)
-    rnet.record("*")
-    x = torch.rand(3, 2, requires_grad=True)
+    rnet = recorder(nn.Sequential(linear(), nn.Tanh()))
+    (x,) = inputs(1)
     with rnet.watch() as passes:
         output = checkpoint(rnet, x, use_reentrant=reentrant)
         before = rnet.activations
@@ -221,8 +177,7 @@ class Passing(torch.autograd.Function):
 
 
 def test_a_pass_that_a_backward_pass_makes_is_recorded() -> None:
-    rnet = Recorder(nn.Sequential(linear(), nn.Tanh()), input_size=(3, 4), verbose=0)
-    rnet.record("0")
+    rnet = recorder(nn.Sequential(linear(), nn.Tanh()), "0")
     x, y = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
     rnet(x)
     Passing.apply(x, lambda: rnet(y)).sum().backward()  # type: ignore[no-untyped-call]
