@@ -40,7 +40,7 @@ def _rows() -> Iterator[Any]:
     for index, case in enumerate((*zoo.CASES, *transformers_zoo.CASES)):
         modes = [mode for mode in MODES if _allows(case, mode)]
         start = 3 * index % len(modes) if modes else 0
-        is_default = case.name in CHOSEN or (index < len(zoo.CASES) and index % 3 == 0)
+        is_default = case.name in CHOSEN or (index < len(zoo.CASES) and index % 5 == 0)
         for number, mode in enumerate(modes[start:] + modes[:start]):
             marks = [] if number == 0 and is_default else [pytest.mark.campaign]
             yield pytest.param(case, mode, id=f"{case.name}-{mode}", marks=marks)

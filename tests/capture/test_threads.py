@@ -15,7 +15,7 @@ from tests.oracle import same_bits
 from tests.zoo.base import Net, linear
 
 THREADS = 4
-CALLS = 200
+CALLS = 80
 
 
 def small_net() -> nn.Sequential:

@@ -1,7 +1,7 @@
 """T1, T2, T3 and T8 over the whole zoo: every layer at once, three passes, in every mode.
 
-By default a hand-written net runs in two modes, which rotate from net to net, and every other net
-from `transformers` in one. In a campaign, hand-written nets run in all modes and those from
+By default a hand-written net runs in one mode, which rotates from net to net, and every other net
+from `transformers`. In a campaign, hand-written nets run in all modes and those from
 `transformers` in three, or in all if `SCIO_RECORDER_FULL_CAMPAIGN` is not `0` in the environment.
 """
 
@@ -44,7 +44,7 @@ PASSES = 3
 
 def _rows() -> Iterator[Any]:
     for index, case in enumerate(zoo.CASES):
-        yield from _rows_of(case, 2 * index, num_default=2, num_all=len(MODES))
+        yield from _rows_of(case, index, num_default=1, num_all=len(MODES))
     for index, case in enumerate(transformers_zoo.CASES):
         yield from _rows_of(
             case, index // 2, num_default=index % 2, num_all=len(MODES) if FULL else 3

@@ -569,8 +569,12 @@ def test_keywords_of_torchinfo_override_the_defaults():
 def test_a_net_without_parameters_stays_on_the_cpu():
     devices = []
 
-    noting = Net(lambda _, x: (devices.append(x.device.type), x)[1])
-    label_net(noting, input_size=(1, 4), force_static_flow=False)
+    class Noting(nn.Module):
+        def forward(self, x):
+            devices.append(x.device.type)
+            return x
+
+    label_net(Noting(), input_size=(1, 4), force_static_flow=False)
     assert devices == ["cpu"]
 
 
