@@ -108,12 +108,9 @@ def test_levels_of_vmap_come_first() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_maker_of_a_nan_is_named(way: Any) -> None:
-    class Root(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            # Of the third sample, the gradient is infinite, and zero times that is NaN.
-            return (x * torch.tensor([1.0, 1, 0, 1, 1])[:, None]).abs().sqrt()
-
-    net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(Root()), nn.Linear(4, 2))
+    # Of the third sample, the gradient is infinite, and zero times that is NaN.
+    root = Net(lambda _, x: (x * torch.tensor([1.0, 1, 0, 1, 1])[:, None]).abs().sqrt())
+    net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(root), nn.Linear(4, 2))
     with Recorder(net, input_size=(5, 3)).guard(action="record") as guard:
         way(net, start(), BASIS)
     origin = guard.origin

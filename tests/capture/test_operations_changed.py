@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from scio_recorder import LayerNotFoundError, PostprocessorError, Recorder
 from scio_recorder.postprocessors import At, Heads, OnInput
 from tests.oracle import same_bits
+from tests.zoo.base import Net
 
 # Functions of a hidden tensor [3, 4]; their names follow.
 PLAIN: dict[str, Callable[[Tensor], Any]] = {
@@ -235,26 +236,15 @@ SAVES_ITS_RESULT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class InPlace(nn.Module):
-    """An in-place operation in a region that may be checkpointed."""
+def in_place(name: str, *, is_checkpointed: bool) -> Any:
+    """Return a net with an in-place operation in a region that may be checkpointed."""
 
-    def __init__(self, name: str, *, is_checkpointed: bool) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Own(name))
-        self.is_checkpointed = is_checkpointed
+    def forward(net: Any, x: Tensor) -> Any:
+        run = partial(checkpoint, net.body, use_reentrant=False) if is_checkpointed else net.body
+        return run(x).sin().sum()
 
-    def forward(self, x: Tensor) -> Tensor:
-        run = partial(checkpoint, self.body, use_reentrant=False)
-        return (run(x) if self.is_checkpointed else self.body(x)).sin().sum()  # type: ignore[no-any-return]
-
-
-class Own(nn.Module):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def forward(self, x: Tensor) -> Tensor:
-        return getattr(x, self.name)()  # type: ignore[no-any-return]
+    own = Net(lambda _, x: getattr(x, name)())
+    return Net(forward, body=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), own)).train()
 
 
 def negative_square(value: Tensor) -> Tensor:
@@ -268,7 +258,7 @@ def test_what_autograd_saves_is_neither_read_nor_changed(
     name: str, is_checkpointed: bool, before: bool
 ) -> None:
     torch.manual_seed(0)
-    net, x = InPlace(name, is_checkpointed=is_checkpointed).train(), torch.randn(5, 4)
+    net, x = in_place(name, is_checkpointed=is_checkpointed), torch.randn(5, 4)
     twin, bare = copy.deepcopy(net), copy.deepcopy(net)
     rnet = Recorder(net, input_data=x, mode="train")
     rnet.record(f"body.2/{name}")
@@ -288,7 +278,7 @@ def test_what_autograd_saves_is_neither_read_nor_changed(
 @pytest.mark.parametrize("name", SAVES_ITS_RESULT)
 def test_the_users_hooks_on_saved_tensors_run_as_without_a_post_processor(name: str) -> None:
     torch.manual_seed(0)
-    net, x = InPlace(name, is_checkpointed=False).train(), torch.randn(5, 4)
+    net, x = in_place(name, is_checkpointed=False), torch.randn(5, 4)
     twin = copy.deepcopy(net)
     rnet = Recorder(net, input_data=x, mode="train")
     rnet.record(f"body.2/{name}")
@@ -458,15 +448,14 @@ def test_post_processors_by_list_and_for_all_come_in_order() -> None:
 
 
 def test_an_operation_that_fails_does_not_shift_what_is_changed() -> None:
-    class Retrying(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with contextlib.suppress(RuntimeError):
-                torch.add(x, torch.ones(7))
-            first = torch.add(x, 1)
-            return torch.add(first, 10)
+    def retry(_: Any, x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            torch.add(x, torch.ones(7))
+        first = torch.add(x, 1)
+        return torch.add(first, 10)
 
     x = torch.randn(2, 4)
-    rnet = Recorder(Retrying(), input_size=(2, 4), verbose=0)
+    rnet = Recorder(Net(retry), input_size=(2, 4), verbose=0)
     rnet.record("/add", inputs=True)
     assert same_bits(rnet(x, activation_postproc={"/add:1": OnInput(double)}), (x + 1) * 2 + 10)
     assert same_bits(rnet(x, activation_postproc={"/add:1": double}), (x + 1 + 10) * 2)

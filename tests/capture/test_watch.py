@@ -25,6 +25,7 @@ from scio_recorder.errors import (
 )
 from scio_recorder.postprocessors import Scale
 from tests.harness import run_in_threads
+from tests.zoo.base import Net
 
 
 class Residual(nn.Module):
@@ -237,18 +238,12 @@ def test_a_pass_that_fails_loses_nothing_that_ended_before() -> None:
 
 
 def test_every_check_is_made_in_calls_by_others() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.times = 1
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for _ in range(net.times):
+            x = net.layer(x)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(self.times):
-                x = self.layer(x)
-            return x
-
-    net = Twice()
+    net = Net(forward, layer=nn.Linear(4, 4), times=1)
     rnet = watched(net, "layer")
     net.times = 2
     with rnet.watch() as passes, pytest.raises(FlowError, match="layer"):
@@ -554,11 +549,7 @@ def test_parts_that_the_block_calls_without_the_network_are_named() -> None:
 
 
 def test_operations_are_seen_after_a_pass_that_failed():
-    class Net(nn.Module):
-        def forward(self, x):
-            return torch.flatten(x, 1) + 1
-
-    net = Net()
+    net = Net(lambda _, x: torch.flatten(x, 1) + 1)
     rnet = Recorder(net, input_size=(2, 3, 4))
     rnet.record("/flatten")
     with rnet.watch() as passes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -44,17 +45,9 @@ class Chain(nn.Module):
         return x
 
 
-class Sums(nn.Module):
-    """Adds many numbers in its own code."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number in range(self.count):
-            x = x + number
-        return x
+def sums(count: int) -> nn.Module:
+    """Return a net that adds many numbers in its own code."""
+    return Net(lambda _, x: functools.reduce(torch.add, range(count), x))
 
 
 def calls_in(act: Callable[[], object]) -> Counter[str]:
@@ -142,7 +135,7 @@ def test_a_part_of_a_tuple_that_is_overwritten_later_is_noticed(place: int) -> N
 def test_calls_in_a_pass_do_not_grow_with_the_square_of_operations(what: str) -> None:
     totals = []
     for count in (50, 200):
-        rnet = recorder(nn.Sequential(Sums(count)), X, "*/*", inputs=what == "inputs")
+        rnet = recorder(nn.Sequential(sums(count)), X, "*/*", inputs=what == "inputs")
         if what == "the first batch":
             calls = calls_in(lambda r=rnet: r.collect([X], reduce=Mean(), progress=False))
         else:
@@ -230,7 +223,7 @@ def test_a_watched_pass_copies_only_what_somebody_holds() -> None:
 
 def test_frames_are_walked_in_the_first_pass_of_a_setting_alone() -> None:
     named = Net(lambda _, x: {"sum": x + 1, "product": x * 2})
-    net = nn.Sequential(Sums(3), named)
+    net = nn.Sequential(sums(3), named)
     rnet = Recorder(net, input_data=X, verbose=0)
     rnet.record("*", "*/*")
     walks = [calls_in(lambda: rnet(X))["is_in_compiled_function"] for _ in range(3)]

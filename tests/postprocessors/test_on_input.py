@@ -257,14 +257,9 @@ class Attention(nn.Module):
         return self.get_submodule(self.last)(mixed) if self.last else mixed
 
 
-class Transformer(nn.Module):
-    def __init__(self, last: str) -> None:
-        super().__init__()
-        self.attn, self.mlp = Attention(last), nn.Sequential(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.mlp(self.attn(x))
-        return output
+def transformer(last: str) -> nn.Module:
+    mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    return Composed(lambda net, x: net.mlp(net.attn(x)), attn=Attention(last), mlp=mlp)
 
 
 HEADS = Heads(3, [1], Ablate())
@@ -272,7 +267,7 @@ HEADS = Heads(3, [1], Ablate())
 
 @pytest.mark.parametrize("last", ["out_proj", "c_proj", "o", "dense", "proj", "wo"])
 def test_heads_behind_their_projection_are_warned_of(last: str) -> None:
-    rnet = recorder(Transformer(last), "*")
+    rnet = recorder(transformer(last), "*")
     for name in ("attn", f"attn.{last}"):
         with pytest.warns(UserWarning, match=rf"'attn\.{last}': OnInput\(Heads\(num_heads=3"):
             rnet(torch.randn(2, WIDTH), activation_postproc={name: HEADS})
@@ -283,7 +278,7 @@ def test_heads_behind_their_projection_are_warned_of(last: str) -> None:
 
 
 def test_heads_of_an_attention_without_a_projection_are_not_warned_of() -> None:
-    rnet = recorder(Transformer(""), "attn")
+    rnet = recorder(transformer(""), "attn")
     rnet(torch.randn(2, WIDTH), activation_postproc=HEADS)
 
 
@@ -303,7 +298,7 @@ def test_heads_of_an_attention_that_is_the_whole_network_are_warned_of() -> None
 
 
 def test_one_warning_names_all_layers_whose_heads_are_mixed() -> None:
-    rnet = recorder(nn.Sequential(*(Transformer("out_proj") for _ in range(3))), "*.attn")
+    rnet = recorder(nn.Sequential(*(transformer("out_proj") for _ in range(3))), "*.attn")
     with pytest.warns(
         UserWarning, match="0.attn .* and 2 other layers return, .*'0.attn.out_proj'"
     ):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder
 from scio_recorder.tensors.ownership import HeldTensor, exchange, holder, own_copy
+from tests.zoo.base import Net
 
 
 class Marked(Tensor):
@@ -91,11 +92,8 @@ def test_a_copy_of_what_autograd_cannot_save_lies_behind_it_on_the_graph(
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_a_loss_on_a_nested_record_reaches_the_network(layout: torch.layout) -> None:
-    class Nest(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.nested.as_nested_tensor([x, x[:1]], layout=layout)
-
-    net = nn.Sequential(nn.Linear(4, 3), Nest())
+    nest = Net(lambda _, x: torch.nested.as_nested_tensor([x, x[:1]], layout=layout))
+    net = nn.Sequential(nn.Linear(4, 3), nest)
     rnet = Recorder(net, input_size=(2, 4), verbose=0)
     rnet.record("1")
     for _ in range(3):
