@@ -17,8 +17,8 @@ TRANSFORMERS = {case.name for case in transformers_zoo.CASES}
 
 
 def each_case(first: int = 0) -> pytest.MarkDecorator:
-    """Take every fourth net, from the first one on, and all of them in a campaign."""
-    marks = [[] if index % 4 == first else [pytest.mark.campaign] for index in range(len(ALL))]
+    """Take every eighth net, from the first one on, and all of them in a campaign."""
+    marks = [[] if index % 8 == first else [pytest.mark.campaign] for index in range(len(ALL))]
     cases = zip(ALL, marks, strict=True)
     return pytest.mark.parametrize(
         "case", [pytest.param(case, id=repr(case), marks=own) for case, own in cases]
