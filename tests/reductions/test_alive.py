@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import nn
 
 from scio_recorder import Recorder
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions import Alive
-from tests.reductions.parts import Plan, plans, reduce_in_parts
 
 torch.manual_seed(0)
 DATA = torch.randn(24, 6, 3).tanh()
@@ -22,20 +20,13 @@ DATA[:23, 2] = 0.995
 DATA[:, 3] = -torch.rand(24, 3) - 0.001
 
 
-@settings(max_examples=25)
-@given(plans(len(DATA)))
-def test_channels_are_counted_however_the_data_is_split(plan: Plan) -> None:
-    result = reduce_in_parts(lambda: Alive(1, (-1, 1)), DATA, plan).compute()
-    for unit in range(6):
-        values = DATA[:, unit].flatten().tolist()
-        assert result.count == len(values) == 72
-        assert result.active[unit] == sum(value > 0 for value in values) / 72
-        assert bool(result.dead[unit]) == (len(set(values)) == 1)
-        at_bound = sum(value >= 0.98 or value <= -0.98 for value in values)
-        assert result.at_bound[unit] == at_bound / 72
-        assert bool(result.saturated[unit]) == (at_bound / 72 >= 0.95)
-        assert result.max_abs[unit] == max(map(abs, values))
+def test_dead_and_saturated_channels() -> None:
+    alive = Alive(1, (-1, 1))
+    for part in DATA.split(7):
+        alive.update(part)
+    result = alive.compute()
     assert result.dead.tolist() == [True, True, False, False, False, False]
+    assert result.saturated is not None
     assert result.saturated.tolist() == [False, False, True, False, False, False]
 
 

@@ -7,53 +7,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions import Covariance, Last, Max, Mean, Min, Moments
-from tests.reductions.parts import Plan, offset_normal, plans, reduce_in_parts
+from tests.reductions.parts import offset_normal
 
 COUNT = 40
 DATA = offset_normal(COUNT, 3, 2)
 LABELS = [("cat", "dog", "eel")[i * i % 7 % 3] for i in range(COUNT)]
 
 
-def of(label: str) -> Tensor:
-    return DATA[[found == label for found in LABELS]].double()
-
-
 def by(batch: tuple[Tensor, Any]) -> Any:
     return batch[1]
 
 
-@settings(max_examples=30)
-@given(plan=plans(COUNT), feature_dim=st.sampled_from([None, 1]))
-def test_covariance_is_pooled_within_classes(plan: Plan, feature_dim: int | None) -> None:
-    def rows_of(label: str) -> Tensor:
-        samples = of(label)
-        return samples.flatten(1) if feature_dim is None else samples.movedim(1, -1).flatten(0, 1)
-
-    result = reduce_in_parts(lambda: Covariance(feature_dim, by=by), DATA, plan, LABELS).compute()
-    classes = {label: rows_of(label) for label in ("cat", "dog", "eel")}
-    assert result.count == {label: len(rows) for label, rows in classes.items()}
-    assert list(result.mean) == list(classes)
-    for label, rows in classes.items():
-        torch.testing.assert_close(result.mean[label].double(), rows.mean(0), rtol=1e-6, atol=0)
-    centred = torch.cat([rows - rows.mean(0) for rows in classes.values()])
-    exact = centred.T @ centred / (len(centred) - 3)
-    assert (result.covariance.double() - exact).abs().max() <= 1e-6 * exact.max()
-
-
-def test_classes_in_blocks_that_end_inside_batches() -> None:
-    data = torch.cat([torch.randn(20000, 2) + 50, torch.randn(9000, 2) - 50])
-    labels = ["left" if x < 0 else "right" for x in data[:, 0].tolist()]
-    covariance = Covariance(by=by)
-    for start in range(0, len(data), 3001):
+def test_classes_far_from_zero_in_blocks_that_end_inside_batches() -> None:
+    data = offset_normal(29000, 2)
+    data[::3] += 50
+    labels = ["left" if number % 3 else "right" for number in range(len(data))]
+    workers = [Covariance(by=by) for _ in range(2)]
+    for number, start in enumerate(range(0, len(data), 3001)):
         end = start + 3001
-        covariance.update(data[start:end], (data[start:end], labels[start:end]))
-    count, mean, pooled = covariance.compute()
+        workers[number % 2].update(data[start:end], (data[start:end], labels[start:end]))
+    workers[0].merge(workers[1])
+    count, mean, pooled = workers[0].compute()
     scatter = np.zeros((2, 2))
     for label in ("left", "right"):
         own = data[[one == label for one in labels]].double().numpy()

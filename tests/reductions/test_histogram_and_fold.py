@@ -54,20 +54,6 @@ def test_infinite_values_lie_outside() -> None:
     assert (counts.tolist(), below, above) == ([1, 1], 1, 2)
 
 
-@pytest.mark.parametrize(("low", "width"), [(0.0, 4.1), (-3.0, 6.0), (1e4, 1e-3), (-7e-3, 1e5)])
-@pytest.mark.parametrize("bins", [1, 7, 50])
-def test_places_next_to_edges_over_any_range(low: float, width: float, bins: int) -> None:
-    edges = np.linspace(low, low + width, bins + 1)
-    near = [edges, np.nextafter(edges, -np.inf), np.nextafter(edges, np.inf)]
-    between = np.random.default_rng(0).uniform(low - width / 2, low + width * 1.5, 1000)
-    values = np.concatenate([*near, between])
-    histogram = Histogram(bins, range=(low, low + width))
-    histogram.update(torch.from_numpy(values))
-    counts, _, below, above = histogram.compute()
-    assert counts.tolist() == np.histogram(values, edges)[0].tolist()
-    assert (below, above) == ((values < edges[0]).sum(), (values > edges[-1]).sum())
-
-
 def test_many_values_of_another_layout() -> None:
     values = torch.randn(70, 40, 50).transpose(1, 2)
     histogram = Histogram(11, range=(-2.0, 2.0))

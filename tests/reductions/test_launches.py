@@ -33,37 +33,15 @@ from scio_recorder.reductions import (
 )
 
 # They return a value to Python.
-WAITS = {f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")}
+WAITS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero"}
 # They compute nothing: they make views, ask for memory or call other operations.
-IDLE = {
-    f"aten::{name}"
-    for name in (
-        *(
-            "alias",
-            "as_strided",
-            "as_strided_",
-            "detach",
-            "detach_",
-            "expand",
-            "flatten",
-            "movedim",
-        ),
-        *(
-            "movedim",
-            "narrow",
-            "numpy_T",
-            "permute",
-            "reshape",
-            "resolve_conj",
-            "resolve_neg",
-            "select",
-        ),
-        *("slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view"),
-        *("empty", "empty_like", "empty_strided", "new_empty", "new_ones", "ones", "zeros"),
-        *("zeros_like", "_to_copy", "clone", "contiguous", "item", "lift_fresh", "result_type"),
-        *("promote_types", "resize_", "to", "argsort"),
-    )
-}
+WITHOUT_WORK = """
+    alias as_strided as_strided_ detach detach_ expand flatten movedim narrow numpy_T permute
+    reshape resolve_conj resolve_neg select slice split split_with_sizes squeeze t transpose
+    unsqueeze view empty empty_like empty_strided new_empty new_ones ones zeros zeros_like
+    _to_copy clone contiguous item lift_fresh result_type promote_types resize_ to argsort
+"""
+IDLE = {*WITHOUT_WORK.split()}
 
 
 def ids(batch: Any) -> range:
@@ -86,7 +64,7 @@ def operations(run: Callable[[], object]) -> Counter[str]:
     # A list of events with their parents, as `events()` returns it, takes twenty times as long.
     assert profiler.profiler is not None
     names = [event.name() for event in profiler.profiler.kineto_results.events()]
-    return Counter(name for name in names if name.startswith("aten::"))
+    return Counter(name[6:] for name in names if name.startswith("aten::"))
 
 
 def counts(seen: Counter[str]) -> tuple[int, int]:

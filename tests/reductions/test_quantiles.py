@@ -18,7 +18,7 @@ from scio_recorder.reductions.distributions import _read
 from tests.reductions.parts import Plan, plans, reduce_in_parts
 
 Q = [0.0, 0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0]
-COUNT = 300_000
+COUNT = 60_000
 
 SHAPES: dict[str, Callable[[int], Tensor]] = {
     "sorted": lambda count: torch.arange(count).float(),

@@ -41,7 +41,7 @@ def assert_equal(result: TopKResult, expected: TopKResult) -> None:
         assert torch.equal(part, wanted)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(plans(len(DATA)))
 def test_of_equals_the_lowest_id_however_the_data_is_split(plan: Plan) -> None:
     for k in (1, 5, 100):
