@@ -20,6 +20,7 @@ from scio_recorder.errors import MissingPackageError
 from scio_recorder.stores import files
 from scio_recorder.stores.disk_format.medium import ContentError, FormatError
 from scio_recorder.stores.disk_format.tensor_file import TensorInfo, empty_bytes
+from tests.stores.disk_format.runs import flip
 
 LAYERS = {"x": TensorInfo((), torch.int64)}
 
@@ -64,9 +65,7 @@ def test_every_function_and_method_of_the_border(tmp_path):
 def test_damage_that_is_found_when_data_is_read(tmp_path):
     file = written(tmp_path) / "chunk-00000-00000000.safetensors"
     reader = pickle.loads(pickle.dumps(files.RunReader(tmp_path)))
-    whole = bytearray(file.read_bytes())
-    whole[-1] ^= 1
-    file.write_bytes(whole)
+    flip(file, -1)
     reader = files.RunReader(tmp_path)
     with pytest.raises(RecordingError, match="do not match their checksum"):
         reader.read("x", 0, 3)
@@ -208,13 +207,11 @@ def test_the_next_part_is_read_before_the_copy_of_the_last_has_ended(late, tmp_p
 def test_damage_on_the_way_to_a_gpu(late, tmp_path):
     _, rows = rows_on_disk(tmp_path / "run")
     file = max((tmp_path / "run").glob("chunk*"))
-    whole = bytearray(file.read_bytes())
-    whole[-1] ^= 1
-    file.write_bytes(whole)
+    flip(file, -1)
     with pytest.raises(RecordingError, match="do not match their checksum"):
         opened(tmp_path / "run").to("cpu")
     assert late.begun
-    file.write_bytes(bytes(whole[:-1]) + bytes([whole[-1] ^ 1]))
+    flip(file, -1)
     assert torch.equal(opened(tmp_path / "run").to("cpu"), rows)
 
 

@@ -147,6 +147,15 @@ def intercepted(
             gc.enable()
 
 
+def flip(file: Path, position: int, bits: int = 1) -> None:
+    """Change bits of a byte; a negative position counts from the end."""
+    with file.open("r+b") as stream:
+        stream.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
+        (value,) = stream.read(1)
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([value ^ bits]))
+
+
 def calls_of(work: Callable[[], object]) -> list[str]:
     """Return the system calls that ``work`` makes, in order."""
     names: list[str] = []

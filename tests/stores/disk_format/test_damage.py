@@ -20,6 +20,7 @@ from tests.stores.disk_format.runs import (
     check_complete,
     check_contents,
     finish_and_check,
+    flip,
     make_run,
 )
 
@@ -242,11 +243,3 @@ def test_flips_in_much_data_and_only_there(tmp_path):
         flip(file, position, bit)
     with RunReader(tmp_path / "run", verify=True) as reader:
         assert torch.equal(reader.read("x", 0, 40), kept)
-
-
-def flip(file: Path, position: int, bit: int) -> None:
-    with file.open("r+b") as stream:
-        stream.seek(position)
-        (value,) = stream.read(1)
-        stream.seek(position)
-        stream.write(bytes([value ^ bit]))

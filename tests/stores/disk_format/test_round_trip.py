@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import tempfile
 from pathlib import Path
 
@@ -48,7 +47,7 @@ tables = st.dictionaries(
 
 
 @given(tables, st.lists(st.integers(0, 6), max_size=4), st.integers(0, 2**31), st.data())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_any_layers_split_anywhere(layers, sizes, seed, data):
     total = sum(sizes)
     kept = {
@@ -65,8 +64,10 @@ def test_any_layers_split_anywhere(layers, sizes, seed, data):
                 start += size
             writer.finish()
         with RunReader(path, verify=True) as reader:
+            assert reader.complete
             assert reader.layers == layers
             assert list(reader.sample_ids) == list(range(total))
+            assert reader.read_state() is None
             first = data.draw(st.integers(0, total))
             last = data.draw(st.integers(first, total))
             for name, tensor in kept.items():
@@ -95,17 +96,6 @@ def test_any_sample_ids(chunks):
             assert list(reader.sample_ids) == expected
             assert [reader.sample_ids[i] for i in range(-len(expected), 0)] == expected
             assert reader.sample_ids == expected
-
-
-def test_the_safetensors_library_reads_every_chunk(tmp_path):
-    make_run(tmp_path / "run")
-    chunks = sorted((tmp_path / "run").glob("*.safetensors"))
-    tables = [safetensors.torch.load_file(chunk) for chunk in chunks]
-    data = [table for table in tables if table.keys() == LAYERS.keys()]
-    for name, expected in rows(0, 9).items():
-        assert torch.equal(torch.cat([table[name] for table in data]), expected)
-    states = [table for table in tables if table.keys() == {"0"}]
-    assert [float(state["0"]) for state in states] == [36.0]
 
 
 def test_dtypes_that_safetensors_lacks_are_kept_as_bytes(tmp_path):
@@ -172,16 +162,6 @@ def test_state_is_the_last_one_committed_and_takes_bounded_space(tmp_path):
     with RunWriter.resume(path) as writer:
         writer.finish()
     assert len(list(path.glob("state-*"))) == 1
-
-
-def test_an_empty_recording_can_be_complete(tmp_path):
-    with RunWriter.create(tmp_path / "run", layers=LAYERS, header={}) as writer:
-        writer.finish()
-    with RunReader(tmp_path / "run", verify=True) as reader:
-        assert reader.complete
-        assert reader.num_samples == 0
-        assert reader.read("1-1", 0, 0).shape == (0, 3)
-        assert reader.read_state() is None
 
 
 def test_only_the_chunks_that_are_read_are_opened(tmp_path):
@@ -266,14 +246,6 @@ def test_a_reader_that_is_closed_says_so(tmp_path):
     recording.close()
     with pytest.raises(FormatError, match="has been closed; open it again"):
         recording.read("1-1", 0, 1)
-
-
-def test_a_reader_travels_to_another_process(tmp_path):
-    make_run(tmp_path)
-    with RunReader(tmp_path) as recording:
-        copy = pickle.loads(pickle.dumps(recording))
-        with copy:
-            assert torch.equal(copy.read("2-1", 1, 9), rows(1, 9)["2-1"])
 
 
 def test_verify_reports_every_file(tmp_path):

@@ -207,6 +207,7 @@ def test_in_a_folder(tmp_path: Path) -> None:
     check_all(system_calls, place_of, 30)
 
 
-def test_in_a_bucket() -> None:
+@pytest.mark.parametrize("most", [1, pytest.param(10, marks=pytest.mark.campaign)])
+def test_in_a_bucket(most: int) -> None:
     with impatient_store():
-        check_all(requests, lambda name: f"s3://bucket/{name}", 10)
+        check_all(requests, lambda name: f"s3://bucket/{name}", most)

@@ -272,6 +272,8 @@ def test_after_finish_and_abort_nothing_is_written(tmp_path):
         writer.append(rows(0, 3), range(3))
     with pytest.raises(FormatError, match=r"is closed.*resume"):
         writer.finish()
+    with pytest.raises(FormatError, match=r"is complete$"):
+        resume(tmp_path / "a")
 
 
 def test_files_have_the_modes_of_the_umask(tmp_path):
@@ -285,29 +287,7 @@ def test_files_have_the_modes_of_the_umask(tmp_path):
         assert mode == (0o750 if path.is_dir() else 0o640), path
 
 
-def test_several_ranks(tmp_path):
-    layers = {"label": LAYERS["label"]}
-    first = RunWriter.create(tmp_path, layers=layers, header={}, world_size=2)
+def test_a_rank_that_is_not_there(tmp_path):
+    create(tmp_path, world_size=2).abort()
     with pytest.raises(FormatError, match="made for 2 ranks; there is no 2"):
         RunWriter.resume(tmp_path, rank=2)
-    second = RunWriter.create(tmp_path, layers=layers, header={}, world_size=2, rank=1)
-    second.append({"label": torch.tensor([10, 11])}, ["c", "d"], state=Packed({"rank": 1}, []))
-    first.append({"label": torch.tensor([7])}, ["a"], state=Packed({"rank": 0}, []))
-    first.append({"label": torch.tensor([8])}, ["b"])
-    first.finish()
-    with RunReader(tmp_path) as reader:
-        assert not reader.complete
-    with RunReader(tmp_path, rank=0) as reader:
-        assert reader.complete
-    second.abort()
-    with pytest.raises(FormatError, match=r"is complete$"):
-        RunWriter.resume(tmp_path, rank=0)
-    with RunWriter.resume(tmp_path, rank=1) as second:
-        assert second.durable == 2
-        second.append({"label": torch.tensor([12])}, ["e"])
-        second.finish()
-    with RunReader(tmp_path, verify=True) as reader:
-        assert reader.complete
-        assert list(reader.sample_ids) == ["a", "b", "c", "d", "e"]
-        assert reader.read("label", 0, 5).tolist() == [7, 8, 10, 11, 12]
-        assert [reader.read_state(rank).value for rank in (0, 1)] == [{"rank": 0}, {"rank": 1}]
