@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from scio_recorder import Recorder
+from scio_recorder.reductions import Reduction
 from tests.operation_oracle import is_operation, short_name
 
 
@@ -67,6 +68,12 @@ def recorder(*selectors: Any, net: nn.Module | None = None, **options: Any) -> R
     return rnet
 
 
+def seeded(*selectors: Any, **options: Any) -> Recorder:
+    """Make the same recorder in each process."""
+    torch.manual_seed(0)
+    return recorder(*selectors, **options)
+
+
 def failing_after(
     data: Sequence[Any], number: int, error: type[BaseException] = InterruptedError
 ) -> Iterator[Any]:
@@ -78,6 +85,37 @@ def failing_after(
 def batches(*sizes: int, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(size, 4, generator=generator) for size in sizes]
+
+
+def named_batches(number: int, sizes: Sequence[int]) -> list[tuple[Tensor, list[str]]]:
+    """Return batches of a process or a part, with names of its own for all samples."""
+    names = iter(f"{number}-{i}" for i in range(sum(sizes)))
+    return [(batch, [next(names) for _ in batch]) for batch in batches(*sizes, seed=number)]
+
+
+class Sizes(Reduction):
+    """A reduction of a user's own, with the interface alone: how many samples each batch has."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def update(self, activation: Tensor, batch: Any = None) -> None:
+        self.sizes.append(len(activation))
+
+    def merge(self, other: Sizes) -> None:
+        self.sizes += other.sizes
+
+    def compute(self) -> list[int]:
+        return self.sizes
+
+    def reset(self) -> None:
+        self.sizes = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sizes": self.sizes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sizes = state["sizes"]
 
 
 class Watch(TorchFunctionMode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from scio_recorder import open_recording
 from scio_recorder.errors import CollectError, RecordingError
 from scio_recorder.reductions import Fold, Histogram, Last, Moments, Quantiles
 from scio_recorder.stores import Disk
-from tests.recording.nets import assert_same, batches, expected, recorder
+from tests.recording.nets import assert_same, expected, failing_after, named_batches, seeded
 
 WORLD_SIZE = 3
 # Of unequal size, and more in some processes than in others.
@@ -21,14 +20,7 @@ SIZES = ((3, 2), (4, 1, 2), (5,))
 
 
 def data_of(rank: int) -> list[tuple[torch.Tensor, list[str]]]:
-    data = batches(*SIZES[rank], seed=rank)
-    names = iter(f"{rank}-{i}" for i in range(sum(SIZES[rank])))
-    return [(batch, [next(names) for _ in batch]) for batch in data]
-
-
-def seeded(*selectors: str, **options: Any) -> Any:
-    torch.manual_seed(0)
-    return recorder(*selectors, **options)
+    return named_batches(rank, SIZES[rank])
 
 
 def fill(path: Path, rank: int, rnet: Any = None, data: Any = None, **keywords: Any) -> Any:
@@ -46,33 +38,6 @@ def check(path: Path, ranks: Any = range(WORLD_SIZE), *, is_complete: bool = Tru
     assert_same(recording, expected(seeded(), [batch for batch, _ in data]))
 
 
-def child(path: Path, rank: int, barrier: Any) -> None:
-    torch.set_num_threads(1)
-    rnet = seeded()
-    barrier.wait(300)
-    recording = fill(path, rank, rnet)
-    # A process is told of its own samples, however far the others are.
-    assert recording.complete
-    assert list(recording.sample_ids) == [name for _, names in data_of(rank) for name in names]
-    assert_same(recording, expected(seeded(), [batch for batch, _ in data_of(rank)]))
-
-
-@pytest.mark.campaign
-def test_processes_at_the_same_time(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(WORLD_SIZE)
-    workers = [
-        context.Process(target=child, args=(tmp_path / "run", rank, barrier))
-        for rank in range(WORLD_SIZE)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(300)
-    assert [worker.exitcode for worker in workers] == [0] * WORLD_SIZE
-    check(tmp_path / "run")
-
-
 def test_any_order_and_what_is_there_meanwhile(tmp_path):
     fill(tmp_path, 2)
     check(tmp_path, [2], is_complete=False)
@@ -87,22 +52,13 @@ def test_any_order_and_what_is_there_meanwhile(tmp_path):
             fill(tmp_path, rank)
 
 
-class Broken(Exception):  # noqa: N818 - it is thrown by no fault of anybody
-    pass
-
-
-def broken(data: list[Any]) -> Any:
-    yield from data
-    raise Broken
-
-
 @pytest.mark.parametrize("others_first", [True, False])
 def test_one_process_is_resumed(tmp_path, others_first):
     if others_first:
         fill(tmp_path, 0)
         fill(tmp_path, 2)
-    with pytest.raises(Broken):
-        fill(tmp_path, 1, data=broken(data_of(1)[:2]))
+    with pytest.raises(InterruptedError):
+        fill(tmp_path, 1, data=failing_after(data_of(1), 2))
     if not others_first:
         # Those that have not begun yet need no leave to begin.
         fill(tmp_path, 0)
