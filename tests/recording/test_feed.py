@@ -17,10 +17,10 @@ from scio_recorder.errors import CollectWarning
 from scio_recorder.nets.records import Inputs
 from scio_recorder.recording.feed import Feed
 from scio_recorder.recording.options import CollectOptions
-from scio_recorder.reductions import Digest, Mean, Reduction
+from scio_recorder.reductions import Digest, Mean
 from scio_recorder.stores import Disk
 from tests.capture.test_watch_libraries import gpt2
-from tests.recording.nets import batches, failing_after, recorder
+from tests.recording.nets import Sizes, batches, failing_after, recorder
 
 
 class Masked(nn.Module):
@@ -451,34 +451,9 @@ def test_padding_that_is_kept_is_said_once(options: dict[str, Any], reduce: Any)
     collect(padded, rows=Tokens(mask=lambda batch: torch.ones(2, 4)))
 
 
-class OfTheBatch(Reduction):
-    """Reads the mask itself."""
-
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-
-    def update(self, activation: Tensor, batch: Any = None) -> None:
-        self.lengths += batch["attention_mask"].sum(1).tolist()
-
-    def merge(self, other: OfTheBatch) -> None:
-        self.lengths += other.lengths
-
-    def compute(self) -> list[int]:
-        return self.lengths
-
-    def reset(self) -> None:
-        self.lengths = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"lengths": self.lengths}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.lengths = state["lengths"]
-
-
 def test_padding_that_is_no_mistake() -> None:
     padded, rnet = [right(4, 2)], texts_recorder()
-    rnet.collect(padded, reduce=OfTheBatch())
+    rnet.collect(padded, reduce=Sizes())
     rnet.collect(padded, reduce=Digest())
     rnet.collect(padded, transform=lambda activation, batch: activation[:, 0])
     # It has no positions.

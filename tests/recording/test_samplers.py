@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from scio_recorder import CollectError, Recorder, RecordingError, Tokens, open_recording
-from scio_recorder.reductions import Last, Mean, Moments, Reduction
+from scio_recorder.reductions import Last, Mean, Moments
 from scio_recorder.stores import Disk
 from tests.recording.loaders import (
     LOADERS,
@@ -30,6 +30,7 @@ from tests.recording.loaders import (
     of_lightning,
     predicting,
 )
+from tests.recording.nets import Sizes
 
 
 def recorder(*selectors: str, net: nn.Module | None = None, **options: Any) -> Recorder:
@@ -158,29 +159,10 @@ def test_rows_and_labels_of_repeats_are_dropped(tmp_path):
             assert mean.reshape(-1)[0].item() == pytest.approx(sum(own) / len(own))
 
 
-class Peeking(Reduction):
-    """Looks at batches."""
-
-    def update(self, activation: Tensor, batch: Any = None) -> None:
-        assert len(activation) == len(batch)
-
-    def merge(self, other: Any) -> None: ...
-    def reset(self) -> None: ...
-    def compute(self) -> int:
-        return 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def fresh(self) -> Peeking:
-        return Peeking()
-
-
 def test_what_sees_whole_batches_refuses_repeats(tmp_path):
     data = Numbers(7)
-    with pytest.raises(CollectError, match=r"Peeking.*may read the batch.*drop_last=True"):
-        recorder().collect(distributed(data, 1, 2, 2), store=f"disk:{tmp_path}/a", reduce=Peeking())
+    with pytest.raises(CollectError, match=r"Sizes.*may read the batch.*drop_last=True"):
+        recorder().collect(distributed(data, 1, 2, 2), store=f"disk:{tmp_path}/a", reduce=Sizes())
     with pytest.raises(CollectError, match=r"repeats.*whole batches.*drop_last"):
         recorder(inputs=True).collect(distributed(data, 0, 2, 2), store=f"disk:{tmp_path}/b")
     assert not (tmp_path / "b").exists()
