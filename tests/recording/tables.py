@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,10 +62,9 @@ def reader(*selectors: Any, **options: Any) -> Recorder:
     return rnet
 
 
-def seen(
-    net: nn.Module, names: Sequence[str], run: Callable[[], object]
-) -> dict[str, list[Tensor]]:
-    """Return what modules return while something runs, by plain hooks."""
+@contextmanager
+def plain_hooks(net: nn.Module, *names: str) -> Iterator[dict[str, list[Tensor]]]:
+    """Clone what the named modules return in each call, by plain hooks."""
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     handles = [
         net.get_submodule(name).register_forward_hook(
@@ -72,10 +72,19 @@ def seen(
         )
         for name, own in found.items()
     ]
-    with torch.no_grad():
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def seen(
+    net: nn.Module, names: Sequence[str], run: Callable[[], object]
+) -> dict[str, list[Tensor]]:
+    """Return what modules return while something runs."""
+    with torch.no_grad(), plain_hooks(net, *names) as found:
         run()
-    for handle in handles:
-        handle.remove()
     return found
 
 
@@ -114,3 +123,12 @@ def assert_rows(recording: Any, wanted: dict[str, list[int]]) -> None:
     for name, values in wanted.items():
         assert recording.rows[name][:].tolist() == values, name
     assert recording.num_rows == len(next(iter(wanted.values())))
+
+
+def assert_tokens(
+    recording: Any, net: nn.Module, data: Sequence[dict[str, Tensor]], *names: str
+) -> None:
+    """Compare layers and columns with what plain hooks see at real positions."""
+    for name, values in seen(net, names, run_all(net, data)).items():
+        assert torch.equal(recording[name][:], tokens(values, data)), name
+    assert_rows(recording, columns(data))

@@ -26,6 +26,7 @@ from scio_recorder.errors import (
 )
 from scio_recorder.stores import StoreWriter
 from tests.harness import run_in_threads
+from tests.recording.tables import plain_hooks
 
 
 class Net(nn.Module):
@@ -55,23 +56,6 @@ def recorder(net: nn.Module, *names: str, **options: Any) -> Recorder:
 def batches(number: int = 4) -> list[Tensor]:
     torch.manual_seed(1)
     return [torch.randn(2 + at % 2, 4) for at in range(number)]
-
-
-@contextlib.contextmanager
-def plain_hooks(net: nn.Module, *names: str) -> Any:
-    """Clone what the named modules return in each call."""
-    seen: dict[str, list[Tensor]] = {name: [] for name in names}
-    handles = [
-        net.get_submodule(name).register_forward_hook(
-            lambda module, args, output, name=name: seen[name].append(output.detach().clone())
-        )
-        for name in names
-    ]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def train(net: nn.Module, number: int = 4) -> list[Tensor]:

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from scio_recorder import Recorder, Tokens, open_recording
 from scio_recorder.errors import CollectError, RecorderError
 from scio_recorder.postprocessors import Knockout
-from scio_recorder.reductions import (
-    Alive,
-    Covariance,
-    Fold,
-    Histogram,
-    Last,
-    Max,
-    Mean,
-    Min,
-    Moments,
-    Quantiles,
-)
+from scio_recorder.reductions import Mean
 from tests.attention_nets import HEADS, SIZE, Net
 from tests.recording.nets import failing_after
 
@@ -70,36 +57,6 @@ def test_what_is_stored(store: str, is_eager: bool, tmp_path: Path) -> None:
         found = recording[f"h.{number}.attn"][:]
         assert found.shape == (13, HEADS, 5)
         torch.testing.assert_close(found, by_hand(net, number), rtol=1e-5, atol=1e-6)
-
-
-REDUCTIONS: dict[str, Callable[[], Any]] = {
-    "Alive": Alive,
-    "Covariance": Covariance,
-    "Fold": lambda: Fold(lambda total, new: new.sum(0) + (0 if total is None else total)),
-    "Histogram": lambda: Histogram(4, range=(0.0, 1.0)),
-    "Last": Last,
-    "Max": Max,
-    "Mean": Mean,
-    "Min": Min,
-    "Moments": Moments,
-    "Quantiles": lambda: Quantiles([0.25, 0.5]),
-}
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_every_reduction(name: str) -> None:
-    net, rnet = recorded()
-    recording = rnet.collect(
-        DATA, store=None, reduce=REDUCTIONS[name](), transform=of_last, progress=False
-    )
-    for number in (0, 1):
-        expected = REDUCTIONS[name]()
-        for part in by_hand(net, number).split([len(one) for one in DATA]):
-            expected.update(part)
-        found = pytree.tree_leaves(recording[f"h.{number}.attn"])
-        for one, other in zip(found, pytree.tree_leaves(expected.compute()), strict=True):
-            if isinstance(other, Tensor):
-                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_transforms_by_layer_and_layers_without_attention() -> None:

@@ -15,7 +15,6 @@ from tests.capture.test_watch_libraries import (
     PROMPT,
     diffusion,
     gpt2,
-    lightning_module,
     passes_by_hooks,
 )
 
@@ -94,19 +93,3 @@ def test_diffusion_pipeline() -> None:
     assert list(recording.sample_ids) == [f"{t}-{n}" for t in (15, 10, 5, 0) for n in range(2)]
     for label in rnet.recording:
         assert torch.equal(recording[label], torch.cat([each[label] for each in expected]))
-
-
-def test_lightning() -> None:
-    module, fit = lightning_module(torch.optim.Adam)
-    bare, twin = copy.deepcopy(module), copy.deepcopy(module)
-    rnet, other = (Recorder(each.net, input_size=(2, 4), mode="train") for each in (module, twin))
-    for each in (rnet, other):
-        each.record("0", "2")
-    fit(bare)
-    expected, _ = passes_by_hooks(other, lambda: fit(twin))
-    with rnet.collecting() as collection:
-        fit(module)
-    assert all(map(torch.equal, bare.parameters(), module.parameters()))
-    for label in rnet.recording:
-        truth = torch.cat([each[label].detach() for each in expected])
-        assert torch.equal(collection.recording[label], truth)

@@ -58,6 +58,13 @@ def minimax(kinds: tuple[str, ...] = ("linear_attention", "full_attention")) -> 
     ).eval()
 
 
+def t5() -> Any:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 4, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, **TOKENS, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
 NETS: dict[str, tuple[Callable[[], Any], str]] = {
     "gpt2": (gpt2, "transformer.h.*.mlp"),
     "llama": (llama, "model.layers.*.mlp"),
@@ -292,10 +299,7 @@ def test_a_cache_of_fixed_length_goes_on_until_it_is_reset() -> None:
 
 @pytest.mark.parametrize("part", ["self_attention_cache", "cross_attention_cache"])
 def test_the_cache_of_a_pair_goes_on_unless_a_half_is_reordered(part: str) -> None:
-    torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 4, "num_layers": 2, "num_heads": 4}
-    config = transformers.T5Config(**sizes, **TOKENS, decoder_start_token_id=0)
-    net = transformers.T5ForConditionalGeneration(config).eval()
+    net = t5()
     first, step = {"decoder_input_ids": torch.ones(2, 3).long()}, torch.tensor([[1], [2]])
     rnet = Recorder(net, input_data={**PROMPT, **first})
     rnet.record("decoder.block.0")
@@ -359,10 +363,7 @@ def test_a_mask_that_is_longer_than_the_cache_is_refused() -> None:
 
 
 def test_the_decoder_of_a_pair_goes_on_and_has_no_padding() -> None:
-    torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 4, "num_layers": 2, "num_heads": 4}
-    config = transformers.T5Config(**sizes, **TOKENS, decoder_start_token_id=0)
-    net = transformers.T5ForConditionalGeneration(config).eval()
+    net = t5()
     rnet = Recorder(net, input_data={**PROMPT, "decoder_input_ids": torch.ones(2, 3).long()})
     rnet.record("decoder.block.*.layer.2.DenseReluDense")
     passes, text = passes_by_hooks(rnet, lambda: generate(net))
@@ -425,7 +426,7 @@ def test_rows_that_cannot_be_told_apart_are_refused(way: str) -> None:
     assert len(passes) > 1
 
 
-def test_a_cache_that_does_not_go_on_is_refused() -> None:
+def test_a_cache_that_was_filled_outside_of_the_block_is_refused() -> None:
     rnet = recorder("llama")
     net = rnet.net
     cache = transformers.DynamicCache(config=net.config)
@@ -434,14 +435,8 @@ def test_a_cache_that_does_not_go_on_is_refused() -> None:
     with rnet.collecting(rows=Tokens()) as collection, torch.no_grad():
         with pytest.raises(CollectError, match=r"filled outside of the block(.|\n)*watch"):
             net(**step, **past(cache))
-        cache = transformers.DynamicCache(config=net.config)
-        net(**PROMPT, **past(cache))
-        fork = copy.deepcopy(cache)
-        net(**step, **past(cache))
-        with pytest.raises(CollectError, match=r"or copied, reordered(.|\n)*watch"):
-            net(**step, **past(fork))
         net(**PROMPT)
-    assert torch.bincount(collection.recording.rows["sample"]).tolist() == [4, 6, 3, 5]
+    assert torch.bincount(collection.recording.rows["sample"]).tolist() == [3, 5]
 
 
 def test_what_ended_is_passed_over_step_by_step_when_it_comes_again(tmp_path: Path) -> None:

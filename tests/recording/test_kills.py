@@ -30,7 +30,6 @@ from scio_recorder.stores import Job as StoreJob
 from scio_recorder.stores.disk import DiskWriter
 from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.files import RunWriter
-from scio_recorder.stores.kept_inputs import pack
 from tests.recording.campaign import Job
 from tests.recording.nets import assert_same, batches, expected, failing_after, recorder
 from tests.stores.disk_format.runs import calls_of
@@ -240,14 +239,6 @@ def test_a_failure_is_raised_at_every_later_call(monkeypatch, tmp_path, seconds)
     assert not alive()
 
 
-def test_a_state_is_copied_when_it_is_packed():
-    state = {"sum": torch.ones(2), "parts": [torch.ones(1)]}
-    packed = pack(state)
-    state["sum"].zero_()
-    state["parts"][0].zero_()
-    assert [tensor.tolist() for tensor in packed.tensors] == [[1, 1], [1]]
-
-
 def test_a_forked_process_writes_nothing_and_does_not_wait(tmp_path):
     writer, commit = begun(tmp_path / "run")
     commit()
@@ -268,9 +259,3 @@ def test_a_forked_process_writes_nothing_and_does_not_wait(tmp_path):
     commit()
     writer.abandon(None)
     assert open_recording(tmp_path / "run").num_samples == 8
-
-
-def test_a_batch_larger_than_those_before_makes_both_memories_grow(tmp_path):
-    rnet, data = recorder("0"), batches(2, 2, 2, 50, 3, 70, 1, 200)
-    recording = rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=1))
-    assert_same(recording, expected(rnet, data))

@@ -22,6 +22,7 @@ from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import tensor_file
 from scio_recorder.stores.files import RunReader
 from tests.recording.nets import LoaderMemory, batches, recorder
+from tests.stores.disk_format.runs import flip
 
 ROWS = 61
 SIZES = (9, 20, 1, 31)
@@ -413,19 +414,24 @@ def test_each_block_is_verified_once_an_epoch(tmp_path, monkeypatch, features):
         assert sorted(size for size in seen if size > 4096) == sorted(blocks)
 
 
-def test_memory_is_bounded_by_the_buffer(tmp_path, monkeypatch):
-    buffer_bytes = 6 << 20
-    # As much is read at a time, and no more is taken than for both halves.
-    reads = []
-    read_into = RunReader.read_into
+def reads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return how many bytes each read takes from now on."""
+    reads: list[int] = []
+    plain = RunReader.read_into
 
     def reading(self: Any, out: Any, layer: str, start: int) -> None:
         reads.append(len(out))
-        read_into(self, out, layer, start)
+        plain(self, out, layer, start)
 
-    recording = wide(tmp_path, rows=8192)
-    held = LoaderMemory(monkeypatch)
     monkeypatch.setattr(RunReader, "read_into", reading)
+    return reads
+
+
+def test_memory_is_bounded_by_the_buffer(tmp_path, monkeypatch):
+    buffer_bytes = 6 << 20
+    # As much is read at a time, and no more is taken than for both halves.
+    recording = wide(tmp_path, rows=8192)
+    held, reads = LoaderMemory(monkeypatch), reads_of(monkeypatch)
     batch_bytes = 64 * 4096
     loader = recording.loader("0-1", batch_size=64, shuffle=True, buffer_bytes=buffer_bytes)
     assert sum(len(batch) for batch in loader) == 8192
@@ -438,14 +444,7 @@ def test_memory_is_bounded_by_the_buffer(tmp_path, monkeypatch):
 def test_resuming_reads_no_earlier_rows(tmp_path, monkeypatch):
     recording = wide(tmp_path)
     loader = recording.loader("0-1", batch_size=64, shuffle=True, buffer_bytes=2 << 20)
-    reads = []
-    plain = RunReader.read_into
-
-    def read_into(self: Any, out: Any, layer: str, start: int) -> None:
-        reads.append(len(out))
-        plain(self, out, layer, start)
-
-    monkeypatch.setattr(RunReader, "read_into", read_into)
+    reads = reads_of(monkeypatch)
     loader.load_state_dict({**loader.state_dict(), "batches": len(loader) - 1})
     assert len(list(loader)) == 1
     assert 0 < sum(reads) <= 2 << 20
@@ -455,9 +454,7 @@ def test_resuming_reads_no_earlier_rows(tmp_path, monkeypatch):
 def test_a_damaged_block_raises_and_what_came_before_is_right(tmp_path, shuffle):
     recording = wide(tmp_path)
     damaged = sorted((tmp_path / "wide").glob("chunk*"))[-1]
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    flip(damaged, -1)
     loader = open_recording(recording.path).loader(
         "0-1", batch_size=64, shuffle=shuffle, buffer_bytes=2 << 20
     )
@@ -476,9 +473,7 @@ def test_damage_done_after_an_epoch_is_noticed_in_the_next(tmp_path):
     files = sorted((tmp_path / "wide").glob("chunk*"))
     # As a disk that goes bad would: the file looks as it did.
     before = files[0].stat()
-    content = bytearray(files[0].read_bytes())
-    content[-1] ^= 1
-    files[0].write_bytes(content)
+    flip(files[0], -1)
     os.utime(files[0], ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(RecordingError, match="damaged"):
         list(loader)

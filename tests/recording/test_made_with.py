@@ -147,13 +147,6 @@ def test_resuming_with_another_version_warns_and_names_both(
     assert whole.num_samples == 4
 
 
-def test_resuming_with_the_same_versions_is_quiet(package: ModuleType, tmp_path: Path) -> None:
-    rnet = recorder()
-    begin(rnet, tmp_path)
-    for _ in range(2):
-        rnet.collect(BATCHES, store=f"disk:{tmp_path}", resume=True, progress=False)
-
-
 def without(monkeypatch: pytest.MonkeyPatch, value: Any = None) -> None:
     """Let recordings be described as those of earlier versions are, or with another value."""
     described_now = collection.Collection.settings

@@ -13,9 +13,8 @@ from scio_recorder import CollectError, Recorder, Tokens
 from scio_recorder.stores import Disk
 from tests.recording.tables import (
     VOCABULARY,
-    assert_rows,
+    assert_tokens,
     batches,
-    columns,
     padded,
     run_all,
     seen,
@@ -108,9 +107,7 @@ def test_rows_are_what_plain_hooks_saw(name, tmp_path):
     rnet = Recorder(net, input_data=padded(9, 9))
     rnet.record(*names)
     recording = rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=5000), rows=Tokens())
-    for layer, values in seen(net, names, run_all(net, data)).items():
-        assert torch.equal(recording[layer][:], tokens(values, data)), layer
-    assert_rows(recording, columns(data))
+    assert_tokens(recording, net, data, *names)
 
 
 def test_positions_that_come_before_the_batch_are_turned_by_a_transform():

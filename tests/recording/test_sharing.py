@@ -18,6 +18,7 @@ from torch import nn
 
 from scio_recorder import Recorder, RecordingError, Tokens, open_recording
 from scio_recorder.stores.disk_format.folder import Folder
+from tests.stores.disk_format.runs import flip
 
 REVISION = "0" * 40
 
@@ -91,9 +92,7 @@ def test_a_damaged_download_is_noticed(tmp_path: Path) -> None:
     made(tmp_path / "features")
     home = uploaded(tmp_path / "features", tmp_path / "cache")
     blob = max((home / "blobs").iterdir(), key=lambda one: one.stat().st_size)
-    content = bytearray(blob.read_bytes())
-    content[-1] ^= 1
-    blob.write_bytes(content)
+    flip(blob, -1)
     with pytest.raises(RecordingError):
         open_recording(downloaded(tmp_path / "cache"), verify=True)
 

@@ -18,6 +18,7 @@ from scio_recorder.stores import Disk
 from tests.recording.nets import failing_after
 from tests.recording.tables import (
     assert_rows,
+    assert_tokens,
     batches,
     columns,
     padded,
@@ -57,9 +58,7 @@ def test_names_are_looked_up_in_every_form_of_batch(form):
     make, to_inputs = FORMS[form]
     rnet = reader("mix")
     recording = rnet.collect([make(batch) for batch in DATA], rows=Tokens(), to_inputs=to_inputs)
-    values = seen(rnet.net, ["mix"], run_all(rnet.net, DATA))["mix"]
-    assert torch.equal(recording["mix"], tokens(values, DATA))
-    assert_rows(recording, columns(DATA))
+    assert_tokens(recording, rnet.net, DATA, "mix")
 
 
 MASKS = {
@@ -84,9 +83,7 @@ def test_every_form_of_mask(form):
         rows=Tokens(mask=MASKS[form]),
         to_inputs=lambda batch: {"input_ids": batch["input_ids"]},
     )
-    assert_rows(recording, columns(DATA))
-    values = seen(rnet.net, ["mix"], run_all(rnet.net, DATA))["mix"]
-    assert torch.equal(recording["mix"], tokens(values, DATA))
+    assert_tokens(recording, rnet.net, DATA, "mix")
 
 
 def test_a_mask_in_the_middle():
@@ -282,10 +279,7 @@ def test_texts_that_are_cut_on_their_way_to_the_net(side, mask):
         return {name: value[:, kept] for name, value in batch.items()}
 
     recording = rnet.collect(data, rows=Tokens(mask=mask), to_inputs=cut)
-    short = [cut(batch) for batch in data]
-    values = seen(rnet.net, ["mix"], run_all(rnet.net, short))["mix"]
-    assert torch.equal(recording["mix"], tokens(values, short))
-    assert_rows(recording, columns(short))
+    assert_tokens(recording, rnet.net, [cut(batch) for batch in data], "mix")
     # Of which positions is the mask, where it did not go along?
     with pytest.raises(CollectError, match=r"mask .*\(3, 8\) in batch 0.*\(3, 5\)"):
         rnet.collect(data, rows=Tokens(mask=mask), to_inputs=lambda batch: cut(batch)["input_ids"])
