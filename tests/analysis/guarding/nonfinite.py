@@ -41,20 +41,16 @@ class Residual(nn.Module):
         return x + y
 
 
-class Attention(nn.Module):
-    """Scores, a mask that the caller makes, and a softmax."""
+def attention(hidden: list[int]) -> nn.Module:
+    """Return scores, a mask that the caller makes, and a softmax."""
 
-    def __init__(self, hidden: list[int]) -> None:
-        super().__init__()
-        self.scores = nn.Linear(4, 4)
-        self.masked = Do(lambda scores, mask: scores + mask)
-        self.softmax = nn.Softmax(-1)
-        self.hidden = hidden
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(net: Any, x: Tensor) -> Any:
         mask = torch.zeros(4)
-        mask[self.hidden] = -INF
-        return self.softmax(self.masked(self.scores(x), mask=mask))
+        mask[hidden] = -INF
+        return net.softmax(net.masked(net.scores(x), mask=mask))
+
+    masked = Do(lambda scores, mask: scores + mask)
+    return Net(forward, scores=nn.Linear(4, 4), masked=masked, softmax=nn.Softmax(-1))
 
 
 def between(net: Any, x: Tensor) -> Tensor:
@@ -63,11 +59,9 @@ def between(net: Any, x: Tensor) -> Tensor:
     return net.after(y + (y - y) / (y - y))  # type: ignore[no-any-return]  # a module's call
 
 
-class Structured(nn.Module):
-    """Returns tensors in a structure, with counts beside them."""
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"counts": torch.arange(3), "pair": (x, [x.log()]), "none": None}
+def structured(x: Tensor) -> dict[str, Any]:
+    """Return tensors in a structure, with counts beside them."""
+    return {"counts": torch.arange(3), "pair": (x, [x.log()]), "none": None}
 
 
 def linear(weight: float = 1.0) -> nn.Linear:
@@ -133,8 +127,8 @@ def forward_faults() -> dict[str, tuple[nn.Module, str | None]]:
         "log in place": (nn.Sequential(linear(), relu, Do(Tensor.log_), linear()), "2"),
         "norm without eps": (nn.Sequential(Do(torch.zeros_like), nn.LayerNorm(4, eps=0.0)), "1"),
         "exp overflows": (nn.Sequential(linear(), Do(lambda x: (x.abs() + 100).exp())), "1"),
-        "a masked row": (nn.Sequential(linear(), Attention([0, 1, 2, 3])), "1.softmax"),
-        "a mask": (nn.Sequential(linear(), Attention([1, 2])), None),
+        "a masked row": (nn.Sequential(linear(), attention([0, 1, 2, 3])), "1.softmax"),
+        "a mask": (nn.Sequential(linear(), attention([1, 2])), None),
         "a weight": (nn.Sequential(linear(), linear(NAN), nn.ReLU()), "1"),
         "an infinite weight": (nn.Sequential(linear(), linear(INF), nn.ReLU()), "1"),
         "between two modules": (
@@ -149,7 +143,7 @@ def forward_faults() -> dict[str, tuple[nn.Module, str | None]]:
             nn.Sequential(linear(), Residual(nn.Sequential(relu, Do(torch.rsqrt)), True)),
             "1.inner.1",
         ),
-        "in a structure": (nn.Sequential(nn.ReLU(), Structured()), "1"),
+        "in a structure": (nn.Sequential(nn.ReLU(), Do(structured)), "1"),
         "inf made, NaN of it later": (
             nn.Sequential(nn.ReLU(), Do(torch.reciprocal), Do(lambda x: x - x)),
             "1",

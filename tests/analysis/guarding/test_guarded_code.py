@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import NonFiniteError, Recorder
 from scio_recorder.analysis.guarding.guard import Guard, Origin
-from scio_recorder.errors import ArgumentError
 from scio_recorder.tensors import private
 from tests.analysis.comparing.forwards import NETS, inputs_of
 from tests.analysis.comparing.planted_lines import LineFault, nets
@@ -214,13 +213,6 @@ def test_compiled_functions_are_left_alone(fresh_compiler: None) -> None:
     compiled = torch.compile(lambda x: x.log() * 2, backend="eager")
     operation = origin_of(nn.Sequential(Do(lambda x: compiled(x) + 1)), torch.zeros(2, 4)).operation
     assert operation is None or operation.function == "log"
-
-
-def test_the_option_is_true_or_false() -> None:
-    rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 4))
-    options: dict[str, Any] = {"operations": "*"}
-    with pytest.raises(ArgumentError, match="operations"), rnet.guard(**options):
-        pass
 
 
 def test_attention_of_torch_is_warned_of() -> None:

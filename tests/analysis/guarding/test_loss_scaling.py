@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import NonFiniteError, Recorder
-from scio_recorder.errors import ArgumentError
 from tests.analysis.guarding.nonfinite import Do
 
 
@@ -148,9 +147,3 @@ def test_forward_passes_have_no_excuse() -> None:
     with training.guard(), pytest.raises(NonFiniteError) as caught:
         training.step()
     assert caught.value.origin.direction == "forward"
-
-
-def test_what_is_no_scaler_is_refused() -> None:
-    training = Training(scale=2.0)
-    with pytest.raises(ArgumentError, match="write the GradScaler"):
-        training.rnet.guard(scaler=True).__enter__()  # type: ignore[arg-type]  # no scaler

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,19 +21,13 @@ from transformers import GPT2Config, GPT2Model
 from scio_recorder import NonFiniteError, Recorder, UnsupportedNetError
 from scio_recorder.analysis.guarding import finite
 from tests.analysis.guarding.nonfinite import INF, NAN, Do, linear
+from tests.zoo.base import Net
 
 X = torch.tensor([[1.0, -2.0, 0.5, 3.0], [-1.0, 0.0, 2.0, -0.5]])
 
 
 def recorder(net: nn.Module) -> Recorder:
     return Recorder(net, input_data=torch.ones(1, 4), force_static_flow=False, verbose=0)
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
 
 
 def root() -> nn.Module:
@@ -96,15 +90,10 @@ def test_in_a_pass_nothing_is_asked_of_the_device(
 def test_regions_that_run_again_ask_at_the_end_of_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Region(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = linear()
+    def region() -> nn.Module:
+        return Net(lambda net, x: checkpoint(net.inner, x, use_reentrant=False), inner=linear())
 
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    net = nn.Sequential(linear(), Region(), Region(), Region())
+    net = nn.Sequential(linear(), region(), region(), region())
     reads, plain = [0], finite._note
 
     def counting(*read: Any) -> bool:
@@ -307,20 +296,21 @@ def test_each_thread_is_told_of_its_own_passes() -> None:
     barrier = threading.Barrier(4)
 
     def work(number: int) -> None:
-        barrier.wait()
         for _ in range(20):
+            barrier.wait()
             try:
                 net(X if number % 2 else X.abs() + 1).sum().backward()
             except NonFiniteError as error:
                 told[number] = error.origin.layer.name
 
-    with rnet.guard():
+    with rnet.guard() as guard:
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert told == {0: "2.1", 1: "0", 2: "2.1", 3: "0"}
+    assert guard.num_passes == 80
 
 
 def in_hooks(net: nn.Module, optimizer: Callable[[Any], Any]) -> None:
@@ -441,20 +431,11 @@ def test_a_nan_hides_infinities_of_its_tensor() -> None:
 # -- nets that can't be guarded as they are --------------------------------------------------------
 
 
-class Inside(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(x)
-
-
 @pytest.mark.parametrize(("depth", "operations"), [(100, True), (230, False)])
 def test_a_net_that_is_too_deep_says_what_to_write(depth: int, operations: bool) -> None:
     net: nn.Module = nn.Linear(4, 4)
     for _ in range(depth):
-        net = Inside(net)
+        net = Net(lambda net, x: net.inner(x), inner=net)
     limit = sys.getrecursionlimit()
     try:
         sys.setrecursionlimit(20_000)

@@ -6,9 +6,8 @@ identities around each call. ``pytest -m campaign`` runs a thousand networks.
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -138,15 +137,6 @@ def check(net: nn.Module, guard: Guard, step: Callable[[], Any]) -> None:
         assert origin is None
         return
     assert (origin.layer.name, origin.direction) == (makers[0].name, "gradient")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.random.fork_rng(), contextlib.ExitStack() as stack:
-        stack.callback(torch.set_num_threads, threads)
-        yield
 
 
 pytestmark = [
