@@ -269,7 +269,10 @@ IDS = torch.randint(20, (2, 6), generator=torch.Generator().manual_seed(0))
 
 def names(net: nn.Module, **inputs: Any) -> dict[str, str]:
     """Return the rows of the first block by name, or the reasons."""
-    stream = Recorder(net, **(inputs or {"input_data": IDS})).residual_stream()
+    return names_in(Recorder(net, **(inputs or {"input_data": IDS})).residual_stream())
+
+
+def names_in(stream: Any) -> dict[str, str]:
     return {
         name.removeprefix("blocks.0."): entry
         if isinstance(entry, str)
@@ -294,8 +297,9 @@ def names(net: nn.Module, **inputs: Any) -> dict[str, str]:
     ],
 )
 def test_ways_of_adding(way: str, attn: str, mlp: str, mid: str | None) -> None:
-    net = Model(way, "in turn")
-    rows = names(net)
+    rnet = Recorder(Model(way, "in turn"), input_data=IDS)
+    stream = rnet.residual_stream()
+    rows = names_in(stream)
     # The attention is a module around its projection, with the same value.
     attn = attn.replace("attn.out", "attn")
     assert [rows["attn_out"], rows["mlp_out"]] == [
@@ -303,8 +307,6 @@ def test_ways_of_adding(way: str, attn: str, mlp: str, mid: str | None) -> None:
     ]
     # A reason is a sentence, and names have no spaces.
     assert rows["resid_mid"] == f"blocks.0{mid}" if mid else " " in rows["resid_mid"]
-    rnet = Recorder(net, input_data=IDS)
-    stream = rnet.residual_stream()
     values = recorded(rnet, stream)
     for number in range(2):
         at = f"blocks.{number}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import types
 from collections import deque
 from collections.abc import Callable
@@ -51,15 +52,22 @@ def recorder(net: nn.Module, *names: Any, **settings: Any) -> Recorder:
 X, Y = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(3))
 
 
-def test_each_run_is_a_whole_one_and_the_corrupted_one_is_made_again() -> None:
-    rnet = recorder(chain(), "1", "1.0", "2.1", input_size=(2, 3))
-    hand = ByHand(chain, weighed)
-    _, found = hand.run(((X,), {}))
-    Counted.runs = 0
+def assert_as_by_hand(build: Callable[[], nn.Module], *names: str) -> Recorder:
+    """Sweep these layers of a net, and compare with new nets of which each runs once."""
+    rnet, hand = recorder(build().eval(), *names, input_size=(2, 3)), ByHand(build, weighed)
     effects = rnet.sweep(X, Y, weighed)
-    assert Counted.runs == (2 + 3 + 1) * 4
-    for name in ("1", "1.0", "2.1"):
+    clean, found = hand.run(((X,), {}))
+    assert (effects.clean, effects.corrupted) == (clean, hand.run(((Y,), {}))[0])
+    for name in names:
         assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+    return rnet
+
+
+def test_each_run_is_a_whole_one_and_the_corrupted_one_is_made_again() -> None:
+    rnet = assert_as_by_hand(chain, "1", "1.0", "2.1")
+    Counted.runs = 0
+    rnet.sweep(X, Y, weighed)
+    assert Counted.runs == (2 + 3 + 1) * 4
 
 
 def holding_itself(x: Tensor) -> list[Any]:
@@ -74,11 +82,7 @@ def test_a_layer_that_returns_a_list_in_itself() -> None:
         first = Net(lambda net, x: holding_itself(net.layer(x)), layer=nn.Linear(3, 3))
         return nn.Sequential(first, Net(lambda net, made: net.layer(made[0]), layer=nn.ReLU()))
 
-    effects = recorder(build(), "0.layer", "1", input_size=(2, 3)).sweep(X, Y, weighed)
-    hand = ByHand(build, weighed)
-    _, found = hand.run(((X,), {}))
-    for name in ("0.layer", "1"):
-        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+    assert_as_by_hand(build, "0.layer", "1")
 
 
 def test_a_patch_that_changes_nothing_gives_the_corrupted_metric() -> None:
@@ -91,14 +95,14 @@ def test_a_patch_that_changes_nothing_gives_the_corrupted_metric() -> None:
 
 def gpt2() -> nn.Module:
     torch.manual_seed(2)
-    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=3, n_head=2, bos_token_id=0)
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, bos_token_id=0)
     config.eos_token_id = 0
     return GPT2LMHeadModel(config)
 
 
 def vit() -> nn.Module:
     torch.manual_seed(2)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = ViTConfig(intermediate_size=32, image_size=8, patch_size=4, **sizes)
     return ViTForImageClassification(config)
 
@@ -235,13 +239,7 @@ def test_what_a_call_leaves_behind_is_there_for_the_next_one(kind: str) -> None:
         first.others.append(net)
         return net
 
-    hand = ByHand(build, weighed)
-    _, found = hand.run(((X,), {}))
-    rnet = recorder(build(), "before", "first", "second", "last", input_size=(2, 3))
-    effects = rnet.sweep(X, Y, weighed)
-    for layer in effects.layers:
-        key = layer.name, 0
-        assert float(effects[layer.label]) == hand.patched(((Y,), {}), key, found[key])
+    assert_as_by_hand(build, "before", "first", "second", "last")
 
 
 class Counting(nn.Module):
@@ -249,9 +247,7 @@ class Counting(nn.Module):
 
     def __init__(self, write: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.inner = nn.Linear(3, 3)
-        self.last = nn.Linear(3, 3)
+        self.first, self.inner, self.last = (nn.Linear(3, 3) for _ in range(3))
         self.weight = nn.Parameter(torch.ones(3))
         self.register_buffer("buffer", torch.ones(3))
         self.register_buffer("expanded", torch.ones(1).expand(3))
@@ -295,14 +291,7 @@ def test_each_run_starts_in_the_same_state_wherever_the_network_keeps_it(where: 
         torch.manual_seed(1)
         return Counting(PLACES[where])
 
-    hand = ByHand(build, weighed)
-    rnet = recorder(build().eval(), "first", "inner", input_size=(2, 3))
-    effects = rnet.sweep(X, Y, weighed)
-    clean, found = hand.run(((X,), {}))
-    assert (effects.clean, effects.corrupted) == (clean, hand.run(((Y,), {}))[0])
-    for name in ("first", "inner"):
-        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
-    net: Any = rnet.net
+    net: Any = assert_as_by_hand(build, "first", "inner").net
     state = net.weight, net.buffer, net.plain, net.array, net.thing.tensor, net.nested["list"][1]
     assert all((one == 1).all() for one in state)
     assert (len(net.nested["list"]), net.nested["deque"], net.nested["set"]) == (2, deque([1]), {1})
@@ -331,12 +320,7 @@ def test_modules_with_hooks_of_others_run() -> None:
         net[2].register_forward_hook(lambda module, args, output: output + seen.pop())
         return net
 
-    hand = ByHand(build, weighed)
-    _, found = hand.run(((X,), {}))
-    rnet = recorder(build(), "0", "1", "2", input_size=(2, 3))
-    effects = rnet.sweep(X, Y, weighed)
-    for name in ("0", "1", "2"):
-        assert float(effects[name]) == hand.patched(((Y,), {}), (name, 0), found[name, 0])
+    assert_as_by_hand(build, "0", "1", "2")
 
 
 def test_hooks_on_all_modules_do_not_run() -> None:
@@ -543,8 +527,6 @@ def test_nothing_is_left_after_an_error() -> None:
 
 
 def test_other_threads_are_left_alone() -> None:
-    import threading
-
     net = chain(kind=nn.Linear)
     rnet = recorder(net, "0", "2", input_size=(2, 3))
     wanted, found = net(X), []
@@ -783,7 +765,7 @@ def test_other_positions_of_texts_of_unequal_length(positions: Any) -> None:
 
 
 def test_only_the_metric_waits_for_a_device_in_each_run() -> None:
-    rnet = recorder(chain(8), "*", input_size=(2, 2, 3))
+    rnet = recorder(chain(), "*", input_size=(2, 2, 3))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         effects = rnet.sweep(SHORTER, -SHORTER, lambda output: output[0, 0, 0], positions="all")
     waits = [event.name for event in profiler.events() if event.name in WAITS]
