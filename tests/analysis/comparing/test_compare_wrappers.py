@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from scio_recorder import Recorder, compare
 from scio_recorder.analysis.comparing.difference import Difference
 from tests.capture.test_wrapper_tensors import WRAPPERS
 from tests.harness import one_process
+from tests.zoo.base import Net
 
 BATCHES = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
@@ -27,51 +29,29 @@ def _distributed() -> Iterator[None]:
         yield
 
 
-class Wrap(nn.Module):
-    def __init__(self, kind: str, factor: float) -> None:
-        super().__init__()
-        self.wrap, self.factor = WRAPPERS[kind][0], factor
-
-    def forward(self, x: Tensor) -> Any:
-        return self.wrap(x * self.factor)
-
-
-class Write(nn.Module):
-    """Writes to the tensor inside, which no counter of the wrapper shows."""
-
-    def __init__(self, kind: str, factor: float) -> None:
-        super().__init__()
-        self.inside, self.factor = WRAPPERS[kind][1], factor
-        # Of half of the kinds, the tensor inside does not count the write either.
-        self.is_counted = kind in ("own", "masked", "sharded")
-
-    def forward(self, whole: Any) -> Any:
-        inner = self.inside(whole)
-        (inner if self.is_counted else inner.data).mul_(self.factor)
-        return whole
-
-
-class Unwrap(nn.Module):
-    def __init__(self, kind: str, shift: float) -> None:
-        super().__init__()
-        self.inside, self.shift = WRAPPERS[kind][1], shift
-
-    def forward(self, whole: Any) -> Tensor:
-        return self.inside(whole) + self.shift
-
-
 def net(kind: str, fault: str = "") -> nn.Sequential:
     factors = {"wrap": 2.0, "write": 3.0, "again": 0.5, "unwrap": 1.0}
     if fault:
         factors[fault] *= 1.25
-    made = nn.Sequential()
-    made.add_module("wrap", Wrap(kind, factors["wrap"]))
-    made.add_module("same", nn.Identity())
-    made.add_module("write", Write(kind, factors["write"]))
-    made.add_module("still", nn.Identity())
-    made.add_module("again", Write(kind, factors["again"]))
-    made.add_module("unwrap", Unwrap(kind, factors["unwrap"]))
-    return made
+    wrap, inside = WRAPPERS[kind][:2]
+
+    def write(net: Any, whole: Any) -> Any:
+        """Write to the tensor inside, which no counter of the wrapper shows."""
+        # Of half of the kinds, the tensor inside does not count the write either.
+        is_counted = kind in ("own", "masked", "sharded")
+        inner = inside(whole)
+        (inner if is_counted else inner.data).mul_(net.factor)
+        return whole
+
+    modules = {
+        "wrap": Net(lambda _, x: wrap(x * factors["wrap"])),
+        "same": nn.Identity(),
+        "write": Net(write, factor=factors["write"]),
+        "still": nn.Identity(),
+        "again": Net(write, factor=factors["again"]),
+        "unwrap": Net(lambda _, whole: inside(whole) + factors["unwrap"]),
+    }
+    return nn.Sequential(OrderedDict(modules))
 
 
 def compared(kind: str, fault: str) -> Difference:
@@ -107,21 +87,18 @@ def test_who_writes_inside_makes_the_difference(kind: str, fault: str) -> None:
 
 
 def test_numbers_under_a_mask_do_not_count() -> None:
-    class Masked(nn.Module):
-        def __init__(self, masked: float, shift: float, place: int) -> None:
-            super().__init__()
-            self.masked, self.shift, self.place = masked, shift, place
-
-        def forward(self, x: Tensor) -> Any:
+    def side(under: float, shift: float, place: int) -> Recorder:
+        def masked(_: Any, x: Tensor) -> Any:
             mask = torch.ones_like(x, dtype=torch.bool)
-            mask[:, self.place] = False
-            return masked_tensor(torch.where(mask, x + self.shift, self.masked), mask)
+            mask[:, place] = False
+            return masked_tensor(torch.where(mask, x + shift, under), mask)
+
+        return Recorder(nn.Sequential(Net(masked)), input_size=(4, 3))
 
     one, same, other, elsewhere = (
-        Recorder(nn.Sequential(Masked(*given)), input_size=(4, 3))
-        for given in ((7.0, 1.0, 2), (9.0, 1.0, 2), (7.0, 1.5, 2), (7.0, 1.0, 1))
+        side(*given) for given in ((7.0, 1.0, 2), (9.0, 1.0, 2), (7.0, 1.5, 2), (7.0, 1.0, 1))
     )
     assert compare(one, same, BATCHES).first is None
-    for side in (other, elsewhere):
-        first = compare(one, side, BATCHES).first
+    for candidate in (other, elsewhere):
+        first = compare(one, candidate, BATCHES).first
         assert (first.layer.name, first.sample_id) == ("0", 0)
