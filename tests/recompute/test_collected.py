@@ -40,36 +40,41 @@ pytestmark = pytest.mark.filterwarnings(
 SIZES = (4, 3, 4)
 
 
-class Block(nn.Module):
-    """Statistics that change from batch to batch, random numbers, and in-place operations."""
+def in_turn(net: Any, x: Tensor) -> Any:
+    """Use statistics that change from batch to batch, random numbers, and in-place operations."""
+    x += 1
+    return net.act(net.drop(net.norm(net.linear(x - net.norm.running_mean))))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.drop = nn.Dropout(0.5)
-        self.act = nn.ReLU(inplace=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x += 1
-        return self.act(self.drop(self.norm(self.linear(x - self.norm.running_mean))))  # type: ignore[no-any-return]
+def block() -> Net:
+    parts = {"linear": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)}
+    return Net(in_turn, **parts, drop=nn.Dropout(0.5), act=nn.ReLU(inplace=True))
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), block(), block())
 
 
 def recorder(*selectors: Any, net: nn.Module | None = None, **options: Any) -> Recorder:
     torch.manual_seed(3)
-    if net is None:
-        net = nn.Sequential(nn.Linear(4, 4), Block(), Block())
-    rnet = Recorder(net, input_size=(2, 4), verbose=0)
+    rnet = Recorder(blocks() if net is None else net, input_size=(2, 4), verbose=0)
     rnet.record(*selectors, inputs=True, **options)
     return rnet
 
 
-def truth(watch: Watch, name: str, num_batches: int = len(SIZES)) -> Tensor:
-    values = [watch.calls[name, number].value for number in range(num_batches)]
-    return torch.cat(values)
+def truth(watch: Watch, name: str) -> Tensor:
+    return torch.cat([watch.calls[name, number].value for number in range(len(SIZES))])
 
 
-@pytest.fixture(params=["host", "disk", "chunks", "saved", "saved from disk"])
+STORES = ["host", "disk", "chunks", "saved", "saved from disk"]
+# By default most tests take the first one, which copies nothing, and the last, which copies most.
+BY_DEFAULT = [
+    pytest.param(store, marks=[pytest.mark.campaign] * (store not in (STORES[0], STORES[-1])))
+    for store in STORES
+]
+
+
+@pytest.fixture(params=BY_DEFAULT)
 def gather(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Recording]:
     """Collect, in memory or on disk, and maybe read what was saved."""
 
@@ -93,6 +98,7 @@ Gather = Callable[..., Recording]
 INNER = [f"{block}.{name}" for block in (1, 2) for name in ("linear", "norm", "drop", "act")]
 
 
+@pytest.mark.parametrize("gather", STORES, indirect=True)
 @pytest.mark.parametrize("training", [True, False])
 def test_every_layer_inside_bit_for_bit(gather: Gather, training: bool) -> None:
     rnet = recorder("1", "2")
@@ -115,7 +121,7 @@ def test_another_net_of_the_same_weights(gather: Gather) -> None:
     rnet = recorder("1")
     with Watch(rnet.net) as watch:
         recording = gather(rnet, batches(*SIZES))
-    other = Recorder(nn.Sequential(nn.Linear(4, 4), Block(), Block()), input_size=(2, 4))
+    other = Recorder(blocks(), input_size=(2, 4))
     other.net.load_state_dict(rnet.net.state_dict())
     other.net[1].norm.running_mean.zero_()
     found = recording.recompute(other, "1.drop")
@@ -215,6 +221,7 @@ def test_a_buffer_that_is_replaced_and_grows(gather: Gather) -> None:
     assert len(seen) == 1 + len(SIZES)
 
 
+@pytest.mark.parametrize("gather", STORES, indirect=True)
 def test_strides_of_inputs_and_what_two_modules_share(gather: Gather) -> None:
     received = []
 
@@ -305,7 +312,7 @@ def test_inputs_of_another_number_than_their_state_says_are_an_error() -> None:
 def test_what_was_not_recorded_and_another_architecture_are_an_error() -> None:
     rnet = recorder("1")
     recording = rnet.collect(batches(*SIZES))
-    other = recorder(net=nn.Sequential(nn.Linear(4, 4), Block()))
+    other = recorder(net=blocks()[:2])
     with pytest.raises(RecomputeError, match="another architecture"):
         recording.recompute(other, "1.norm")
     with pytest.raises(RecomputeError, match=r'no inputs of layer.*record\("2", inputs=True\)'):

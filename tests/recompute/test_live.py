@@ -46,9 +46,16 @@ def plain(tree: Any) -> Any:
     return tree
 
 
+# Each once: training or not, with and without a graph, in inference mode, under autocast.
+CHOSEN = ("train-grad", "eval-no_grad", "eval-inference", "train-autocast")
+
+
+@pytest.mark.parametrize(
+    "chosen", [CHOSEN[:2], pytest.param(CHOSEN[2:], marks=pytest.mark.campaign)], ids=" ".join
+)
 @pytest.mark.parametrize("case", by_default(STATIC, TELLING))
-def test_all_layers_from_the_root(case: Case) -> None:
-    for mode in (mode for mode in MODES if mode.allows(case) and str(mode) in CHOSEN):
+def test_all_layers_from_the_root(case: Case, chosen: tuple[str, str]) -> None:
+    for mode in (mode for mode in MODES if mode.allows(case) and str(mode) in chosen):
         net = case.fresh().train(mode.training)
         rnet = make_recorder(net, case, training=mode.training)
         rnet.record((0, 1), inputs=True)
@@ -74,8 +81,6 @@ def test_all_layers_from_the_root(case: Case) -> None:
 
 # A Python attribute decides what the one returns; hooks, which kernels the other takes.
 REFUSED = {"counts_its_calls", "transformer_encoder"}
-# Each once: training or not, with and without a graph, in inference mode, under autocast.
-CHOSEN = ("train-grad", "eval-no_grad", "eval-inference", "train-autocast")
 
 
 def block() -> nn.Module:
@@ -88,8 +93,19 @@ def blocks(count: int = 3) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), block()) for _ in range(count)))
 
 
-def recorder(net: nn.Module | None = None) -> Recorder:
-    return Recorder(blocks() if net is None else net, input_size=(3, 4), verbose=0)
+def recorder(net: nn.Module | None = None, *selectors: Any, **options: Any) -> Recorder:
+    rnet = Recorder(blocks() if net is None else net, input_size=(3, 4), verbose=0)
+    if selectors:
+        rnet.record(*selectors, inputs=True, **options)
+    return rnet
+
+
+def assert_as_seen(rnet: Recorder, watch: Watch, *names: str, call: int = 0) -> None:
+    """Recompute these layers of the latest pass, and compare with what hooks copied in it."""
+    found = rnet.recompute(*names)
+    for name in names:
+        assert same_bits(found[name], watch.calls[name, call].value)
+        assert not found[name].requires_grad
 
 
 # A list that hooks held by themselves would be put back.
@@ -106,11 +122,8 @@ def test_only_the_nearest_recorded_module_runs() -> None:
     for name, module in rnet.net.named_modules():
         module.register_forward_hook(lambda *_, name=name: RAN.append(name))
     RAN.clear()
-    found = rnet.recompute("1.1.drop", "1.1.norm")
+    assert_as_seen(rnet, watch, "1.1.drop", "1.1.norm")
     assert RAN == ["1.1.norm", "1.1.drop", "1.1.act", "1.1"]
-    for name in ("1.1.drop", "1.1.norm"):
-        assert same_bits(found[name], watch.calls[name, 0].value)
-        assert not found[name].requires_grad
 
 
 def test_after_many_other_draws_and_in_another_state() -> None:
@@ -137,20 +150,16 @@ def test_statistics_are_those_before_the_pass() -> None:
         return moved + net.norm(x)
 
     net = nn.Sequential(Net(normed, norm=nn.BatchNorm1d(4), inner=nn.Identity())).train()
-    rnet = recorder(net)
-    rnet.record("0", inputs=True)
+    rnet = recorder(net, "0")
     for _ in range(3):
         with Watch(net) as watch:
             rnet(torch.randn(3, 4))
-    found = rnet.recompute("0.inner", "0.norm")
-    for name in ("0.inner", "0.norm"):
-        assert same_bits(found[name], watch.calls[name, 0].value)
+    assert_as_seen(rnet, watch, "0.inner", "0.norm")
     assert int(net[0].norm.num_batches_tracked) == 3
 
 
 def test_post_processors_of_that_pass_act_again() -> None:
-    rnet = recorder(blocks().eval())
-    rnet.record("1", "1.0", inputs=True)
+    rnet = recorder(blocks().eval(), "1", "1.0")
     with Watch(rnet.net) as watch:
         rnet(
             torch.randn(3, 4),
@@ -165,8 +174,7 @@ def test_post_processors_of_that_pass_act_again() -> None:
 def test_the_call_of_a_module_that_is_called_several_times() -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     net = Net(lambda net, x: net.inner(net.inner(net.inner(x))), inner=inner)
-    rnet = recorder(net)
-    rnet.record((1, 2), inputs=True)
+    rnet = recorder(net, (1, 2))
     with Watch(net) as watch:
         rnet(torch.randn(3, 4))
     second = rnet.architecture.labels_of("inner.0")[1]
@@ -188,18 +196,15 @@ def test_inputs_that_are_structures_views_and_overwritten() -> None:
 
     module = Net(inner, act=nn.Tanh())
     net = Net(forward, first=nn.Linear(4, 4), inner=module)
-    rnet = recorder(net)
-    rnet.record("inner", inputs=True)
+    rnet = recorder(net, "inner")
     for context in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
         with context, Watch(net) as watch:
             rnet(torch.randn(3, 4))
-        found = rnet.recompute("inner.act")
-        assert same_bits(found["inner.act"], watch.calls["inner.act", 0].value)
+        assert_as_seen(rnet, watch, "inner.act")
 
 
 def test_recorded_layers_are_given_as_they_were_recorded() -> None:
-    rnet = recorder()
-    rnet.record("1", inputs=True)
+    rnet = recorder(None, "1")
     rnet(torch.randn(3, 4))
     found = rnet.recompute("1")
     assert same_bits(found["1"], rnet.activations["1"])
@@ -207,11 +212,10 @@ def test_recorded_layers_are_given_as_they_were_recorded() -> None:
 
 
 def test_a_pass_that_was_offloaded() -> None:
-    rnet = recorder()
-    rnet.record("1", inputs=True, offload=True)
+    rnet = recorder(None, "1", offload=True)
     with Watch(rnet.net) as watch:
         rnet(torch.randn(3, 4))
-    assert same_bits(rnet.recompute("1.1.drop")["1.1.drop"], watch.calls["1.1.drop", 0].value)
+    assert_as_seen(rnet, watch, "1.1.drop")
 
 
 def aside(net: Any, x: Tensor) -> Tensor:
@@ -285,8 +289,7 @@ def test_a_layer_that_does_not_run_again_is_an_error() -> None:
 
 
 def test_another_device_is_an_error() -> None:
-    rnet = recorder(blocks().eval())
-    rnet.record("1", inputs=True)
+    rnet = recorder(blocks().eval(), "1")
     rnet(torch.randn(3, 4))
     rnet.net.to("meta")
     with pytest.raises(RecomputeError, match="its parameters were on cpu, now on meta"):
@@ -343,8 +346,8 @@ def test_large_buffers_are_watched_and_not_copied() -> None:
     def masked(net: Any, x: Tensor) -> Tensor:
         return net.act(x * net.mask[:, :4])  # type: ignore[no-any-return]
 
-    rnet = recorder(nn.Sequential(Net(masked, mask=torch.ones(3, 1 << 17), act=nn.Tanh())).eval())
-    rnet.record("0", inputs=True)
+    net = nn.Sequential(Net(masked, mask=torch.ones(3, 1 << 17), act=nn.Tanh()))
+    rnet = recorder(net.eval(), "0")
     rnet(torch.randn(3, 4))
     assert rnet.recompute("0.act")
     rnet.net[0].mask.add_(0)
@@ -364,8 +367,8 @@ def test_buffers_that_a_forward_replaces(columns: int) -> None:
         net.seen = net.seen + 1
         return out
 
-    rnet = recorder(nn.Sequential(Net(memory, seen=torch.zeros(1, columns), act=nn.Tanh())).eval())
-    rnet.record("0", inputs=True)
+    net = nn.Sequential(Net(memory, seen=torch.zeros(1, columns), act=nn.Tanh()))
+    rnet = recorder(net.eval(), "0")
     for _ in range(2):
         with Watch(rnet.net) as watch:
             rnet(torch.randn(3, 4))
@@ -376,8 +379,7 @@ def test_buffers_that_a_forward_replaces(columns: int) -> None:
 
 
 def test_what_was_not_recorded_is_an_error() -> None:
-    rnet = recorder()
-    rnet.record("0", inputs=True)
+    rnet = recorder(None, "0")
     with pytest.raises(RecomputeError, match=r"the latest pass left no inputs.*run the net again"):
         rnet.recompute("0.1.norm")
     rnet(torch.randn(3, 4))
@@ -407,8 +409,7 @@ def test_no_graph_is_kept() -> None:
     net = Net(
         lambda net, x: net.inner(Mark.apply(net.first(x))), first=nn.Linear(4, 4), inner=blocks(1)
     )
-    rnet = recorder(net)
-    rnet.record("inner", inputs=True)
+    rnet = recorder(net, "inner")
     rnet(torch.randn(3, 4)).sum().backward()
     found = rnet.recompute("inner.0.0")
     assert marked_graphs() == 1
