@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,13 +44,7 @@ class Flow(nn.Module):
 nothing = []
 mapping = {"input": torch.ones(2, 4)}
 """
-
-
-@pytest.fixture(autouse=True)
-def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "unfit_nets.py").write_text(CODE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "unfit_nets", raising=False)
+MODULES = {"unfit_nets": CODE}
 
 
 PLAIN = ("unfit_nets:net", "--input-size", "2,4")

@@ -67,15 +67,12 @@ def wants(argument): return Small()
 """
 
 
-@pytest.fixture(autouse=True)
-def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cli_nets.py").write_text(NETS)
-    (tmp_path / "cli_broken.py").write_text("import no_such_module_anywhere")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "cli_leaving.py").write_text("import sys; sys.exit(3)")
-    (tmp_path / "cli_interrupted.py").write_text("raise KeyboardInterrupt")
-    for name in ("cli_nets", "cli_broken", "cli_leaving", "cli_interrupted"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+MODULES = {
+    "cli_nets": NETS,
+    "cli_broken": "import no_such_module_anywhere",
+    "cli_leaving": "import sys; sys.exit(3)",
+    "cli_interrupted": "raise KeyboardInterrupt",
+}
 
 
 def out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -53,15 +53,9 @@ def no_loader():
     return None
 wide = [torch.ones(3, 5)]
 """
+MODULES = {"compare_nets": CODE}
 NETS = ["compare", "compare_nets:reference", "compare_nets:changed"]
 DATA = ["--data", "compare_nets:data"]
-
-
-@pytest.fixture(autouse=True)
-def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "compare_nets.py").write_text(CODE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "compare_nets", raising=False)
 
 
 def recorded(net: str, path: str) -> str:

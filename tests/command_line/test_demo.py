@@ -76,7 +76,7 @@ def net(digits: Digits) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = digit_net(7)
-        train(net, digits.train, epochs=4)
+        train(net, digits.train, epochs=1)
     return net
 
 
