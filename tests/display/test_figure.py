@@ -15,6 +15,7 @@ from torch import nn
 from scio_recorder import Recorder, Recording, reductions
 from scio_recorder.errors import ArgumentError, LayerNotFoundError
 from tests.display.examples import hostile_recording, small_recording, wide_recording
+from tests.rotation import one_in
 
 pytest.importorskip("matplotlib")
 
@@ -69,29 +70,30 @@ def test_any_number_of_layers(kind: str, count: int) -> None:
     assert height <= 40
 
 
-@pytest.mark.parametrize("kind", ["histograms", "depth"])
-@pytest.mark.parametrize(
-    "samples",
-    [
-        torch.full((3, 2), math.nan),
-        torch.tensor([[math.inf, 1.0], [math.nan, 2.0]]),
-        torch.zeros(3, 2),
-        torch.ones(3, 0),
-        torch.ones(3),
-        torch.ones(1, 1),
-        torch.ones(3, 2, dtype=torch.bool),
-        torch.ones(3, 2, dtype=torch.complex64),
-        torch.tensor([[1e300, -1e300]], dtype=torch.float64),
-        torch.tensor([[0.0, 1e-310]], dtype=torch.float64),
-    ],
-    ids=["nan", "inf", "constant", "empty", "0-d", "single", "bool", "complex", "huge", "tiny"],
-)
-def test_awkward_values(kind: str, samples: torch.Tensor) -> None:
-    figure = of({"a": samples}).plot(kind)  # type: ignore[arg-type]
+AWKWARD = {
+    "nan": torch.full((3, 2), math.nan),
+    "inf": torch.tensor([[math.inf, 1.0], [math.nan, 2.0]]),
+    "constant": torch.zeros(3, 2),
+    "empty": torch.ones(3, 0),
+    "0-d": torch.ones(3),
+    "single": torch.ones(1, 1),
+    "bool": torch.ones(3, 2, dtype=torch.bool),
+    "complex": torch.ones(3, 2, dtype=torch.complex64),
+    "huge": torch.tensor([[1e300, -1e300]], dtype=torch.float64),
+    "tiny": torch.tensor([[0.0, 1e-310]], dtype=torch.float64),
+}
+KINDS = ("histograms", "depth")
+# By default of each value one kind of figure, of the next value the other kind.
+DRAWN = [(KINDS[(place + turn) % 2], name) for place, name in enumerate(AWKWARD) for turn in (0, 1)]
+
+
+@pytest.mark.parametrize(("kind", "value"), one_in(2, DRAWN))
+def test_awkward_values(kind: str, value: str) -> None:
+    figure = of({"a": AWKWARD[value]}).plot(kind)  # type: ignore[arg-type]
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("far", [1e4, 1e300])
+@pytest.mark.parametrize("far", [pytest.param(1e4, marks=pytest.mark.campaign), 1e300])
 def test_marks_of_far_extremes_keep_apart(far: float) -> None:
     layers = {f"m{place}": torch.randn(60, 4).double() for place in range(5)}
     layers["far"] = torch.randn(60, 4).double() * far

@@ -14,20 +14,13 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from scio_recorder import Recorder, compare, open_recording, similarity
 from scio_recorder.command_line import main
+from tests.zoo.base import Net
 
 
-class Block(nn.Module):
-    """Declared in another order than it runs in, with a module that runs twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = nn.Linear(4, 4)
-        self.first = nn.Linear(4, 4)
-        self.act = nn.Tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.act(self.second(self.act(self.first(x))))
-        return out
+def block() -> nn.Module:
+    """Return one declared in another order than it runs in, with a module that runs twice."""
+    parts = {"second": nn.Linear(4, 4), "first": nn.Linear(4, 4), "act": nn.Tanh()}
+    return Net(lambda net, x: net.act(net.second(net.act(net.first(x)))), **parts)
 
 
 class Awkward(nn.Module):
@@ -36,7 +29,7 @@ class Awkward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(4, 1)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([block(), block()])
         self.middle = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:

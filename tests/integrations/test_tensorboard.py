@@ -16,20 +16,14 @@ from scio_recorder.errors import ArgumentError, LayerNotFoundError
 from scio_recorder.integrations.tensorboard import add_activations
 from scio_recorder.reductions import Mean
 from tests.integrations.trainings import by_hand
+from tests.zoo.base import Net
 
 
-class Net(nn.Module):
-    """An in-place operation, a module called twice, a layer that returns a structure."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, 6)
-        self.act = nn.ReLU(inplace=True)
-        self.lstm = nn.LSTM(6, 5, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, _ = self.lstm(self.act(self.stem(x)))
-        return self.act(out)
+def make_net() -> Net:
+    """Return an in-place operation, a module called twice, a layer that returns a structure."""
+    parts = {"stem": nn.Linear(4, 6), "act": nn.ReLU(inplace=True)}
+    lstm = nn.LSTM(6, 5, batch_first=True)
+    return Net(lambda net, x: net.act(net.lstm(net.act(net.stem(x)))[0]), **parts, lstm=lstm)
 
 
 def written(folder: Path) -> EventAccumulator:
@@ -54,7 +48,7 @@ def assert_statistics(events: EventAccumulator, tag: str, name: str, values: Ten
 
 @pytest.fixture
 def rnet() -> Recorder:
-    rnet = Recorder(Net(), input_size=(2, 3, 4))
+    rnet = Recorder(make_net(), input_size=(2, 3, 4))
     rnet.record("stem", "act", "lstm", gradients=True)
     rnet(torch.randn(8, 3, 4)).square().sum().backward()
     return rnet
@@ -172,7 +166,7 @@ def test_the_record_stays_as_it_is(rnet: Recorder, tmp_path: Path) -> None:
 
 
 def test_operations_have_their_own_names(tmp_path):
-    rnet = Recorder(Net().eval(), input_size=(2, 3, 4))
+    rnet = Recorder(make_net().eval(), input_size=(2, 3, 4))
     rnet.record("stem/linear", "act/relu")
     x = torch.randn(2, 3, 4)
     rnet(x)

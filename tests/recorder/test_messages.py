@@ -21,24 +21,19 @@ from scio_recorder import (
 )
 from scio_recorder.errors import RecorderError, SelectorTypeError
 from scio_recorder.postprocessors import OnInput
+from tests.zoo.base import Net
 
 X = torch.ones(2, 3, 8, 8)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-        self.fc = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, **others: Any) -> Tensor:
-        out: Tensor = self.fc(self.norm(self.conv1(x)).mean((2, 3)))
-        return out
+def make_net() -> Net:
+    parts = {"conv1": nn.Conv2d(3, 4, 3), "norm": nn.BatchNorm2d(4), "fc": nn.Linear(4, 2)}
+    return Net(lambda net, x, **others: net.fc(net.norm(net.conv1(x)).mean((2, 3))), **parts)
 
 
 @pytest.fixture
 def rnet() -> Recorder:
-    rnet = Recorder(Net().eval(), input_size=(1, 3, 8, 8))
+    rnet = Recorder(make_net().eval(), input_size=(1, 3, 8, 8))
     rnet.record("conv1", "fc")
     return rnet
 
@@ -61,7 +56,7 @@ def rnet() -> Recorder:
 )
 def test_inputs_for_labelling(given: dict[str, Any], says: str) -> None:
     with pytest.raises(LabellingError) as caught:
-        Recorder(Net(), **given)
+        Recorder(make_net(), **given)
     assert says in str(caught.value)
     # The numbers of an input are never shown.
     assert "1., 1.," not in str(caught.value)
@@ -70,7 +65,7 @@ def test_inputs_for_labelling(given: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize("size", [(2, 5, 8, 8), [(2, 5)], ((1, 5), (1, 5), (1, 5))])
 def test_one_sample_is_not_guessed_at_other_sizes(size: Any) -> None:
     with pytest.raises(LabellingError) as caught:
-        Recorder(Net(), input_size=size)
+        Recorder(make_net(), input_size=size)
     assert "one sample" not in str(caught.value)
 
 
@@ -184,7 +179,7 @@ def test_a_module_is_a_key_where_it_has_one_layer(rnet: Recorder) -> None:
 
 
 def test_records_of_a_forgotten_choice_say_so() -> None:
-    rnet = Recorder(Net(), input_size=(1, 3, 8, 8))
+    rnet = Recorder(make_net(), input_size=(1, 3, 8, 8))
     rnet(X)
     assert repr(rnet.activations).startswith(
         "{} (there is none of any layer yet. Choose layers with rnet.record(), then run the net "
@@ -242,11 +237,8 @@ def test_a_recorder_is_printed_as_wide_as_the_terminal(
 
 
 def test_arrays_go_to_networks_that_take_them() -> None:
-    class Takes(nn.Module):
-        def forward(self, x: Any) -> Tensor:
-            return torch.from_numpy(x)
-
-    assert Recorder(Takes(), input_data=np.ones((1, 2))).architecture[0, 1].executed
+    net = Net(lambda _, x: torch.from_numpy(x))
+    assert Recorder(net, input_data=np.ones((1, 2))).architecture[0, 1].executed
 
 
 class Forces(nn.Module):

@@ -45,37 +45,32 @@ pytestmark = [
 ON_CUDA = pytest.mark.skipif(not IS_CUDA, reason="has no stand-in on a CPU")
 
 
-class Residual(nn.Module):
-    """Overwrites what its layers return."""
+def residual() -> Net:
+    """Return a net that overwrites what its layers return."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
-        self.act, self.drop = nn.ReLU(inplace=True), nn.Dropout(0.5)
-        self.last = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.last(self.drop(self.act(self.norm(self.first(x)))))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y: Tensor = net.last(net.drop(net.act(net.norm(net.first(x)))))
         y += x
         return y
 
+    parts = {"first": nn.Linear(16, 16), "norm": nn.BatchNorm1d(16), "act": nn.ReLU(inplace=True)}
+    return Net(forward, **parts, drop=nn.Dropout(0.5), last=nn.Linear(16, 16))
 
-class Attending(nn.Module):
-    """Attention with fewer heads for keys and values, by torch's fused kernels."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries, self.keys = nn.Linear(64, 64), nn.Linear(64, 32)
+def attending() -> Net:
+    """Return attention with fewer heads for keys and values, by torch's fused kernels."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(net: Any, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
-        query = self.queries(x).view(rows, length, 4, 16).transpose(1, 2)
-        key = self.keys(x).view(rows, length, 2, 16).transpose(1, 2)
+        query = net.queries(x).view(rows, length, 4, 16).transpose(1, 2)
+        key = net.keys(x).view(rows, length, 2, 16).transpose(1, 2)
         mixed = scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
         return mixed.transpose(1, 2).reshape(rows, length, 64)
 
+    return Net(forward, queries=nn.Linear(64, 64), keys=nn.Linear(64, 32))
 
-def network(kind: type[nn.Module] = Residual, **to: Any) -> nn.Module:
+
+def network(kind: Callable[[], nn.Module] = residual, **to: Any) -> nn.Module:
     torch.manual_seed(0)
     return kind().to(DEVICE, **to).eval()
 
@@ -389,7 +384,7 @@ def test_a_pass_never_waits_for_the_device(
     selection: str, never_waits: Callable[[], AbstractContextManager[Any]]
 ) -> None:
     selectors, options = SELECTIONS[selection]
-    net, x = network(Attending), batch(2, 5, 64)
+    net, x = network(attending), batch(2, 5, 64)
     rnet = recorded(net, x, *selectors, **options)
     for _ in range(2):
         rnet(x)
@@ -404,7 +399,7 @@ def test_a_pass_never_waits_for_the_device(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_attention_is_that_of_float64_and_can_be_cut(dtype: torch.dtype) -> None:
-    net, x = network(Attending, dtype=dtype), batch(2, 12, 64, dtype=dtype)
+    net, x = network(attending, dtype=dtype), batch(2, 12, 64, dtype=dtype)
     rnet = recorded(net, x, "", attention=True)
     rnet(x)
     attention = rnet.attention[""]

@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 
 from scio_recorder import Recorder
 from scio_recorder.errors import MutationError
+from tests.zoo.base import Net
 
 COLUMNS = ("input_size", "output_size", "num_params", "params_percent")
 
@@ -124,11 +125,7 @@ def test_a_record_that_can_not_be_read_is_printed_with_its_shape() -> None:
 
 
 def test_a_structure_of_many_tensors_is_printed_in_part() -> None:
-    class Many(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            return (x,) * 1000
-
-    rnet = Recorder(Many(), input_size=(1, 2))
+    rnet = Recorder(Net(lambda _, x: (x,) * 1000), input_size=(1, 2))
     rnet.record("0-1")
     rnet(torch.ones(1, 2))
     shown = repr(rnet.activations)
