@@ -106,12 +106,13 @@ def link_copies(app: Sphinx, page: str, source: list[str]) -> None:
 def let_code_break(
     app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Let names in the text break between their parts, so that a narrow column cuts no word."""
+    """Let names break between their parts, so that a narrow column cuts no word."""
     part = re.compile(r"(?<=[._/])(?=\w{3})|(?<=[a-z]{4})(?=[A-Z])")
     code = re.compile('(?<=<span class="pre">)[^<]*')
-    # The page itself, and the links below it.
+    # The page itself, the list beside it, and the links below it.
     for place, key in (
         (context, "body"),
+        (context, "furo_navigation_tree"),
         (context.get("prev"), "title"),
         (context.get("next"), "title"),
     ):
@@ -183,7 +184,8 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", link_copies)
     app.connect("doctree-read", index_words)
     app.connect("autodoc-skip-member", skip_fields)
-    app.connect("html-page-context", let_code_break)
+    # After the theme, which makes the list beside the page.
+    app.connect("html-page-context", let_code_break, priority=900)
     app.connect("build-finished", write_texts)
     app.connect("build-finished", write_index_for_models)
     app.add_html_math_renderer(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
+from textwrap import shorten
 
 import torch
 import transformers
@@ -25,8 +26,8 @@ with plain hooks and with sums by hand.
 
 {counts}. *All* means that each branch of each block has a name, and the last norm and the logits.
 
-| kind | class | names of blocks, or the reason |
-| --- | --- | --- |"""
+| class (model type) | names of blocks, or the reason |
+| --- | --- |"""
 
 
 def judged(kind: str) -> tuple[str, str]:
@@ -57,7 +58,12 @@ def judged(kind: str) -> tuple[str, str]:
 
 def shortened(text: str) -> str:
     """Return a reason in one line, without names of files and what a table can't hold."""
-    return re.sub(r"\s+", " ", re.sub(r" \(\w+\.py:\d+\)", "", text)).replace("|", "/")[:230]
+    line = re.sub(r" \(\w+\.py:\d+\)", "", text).replace("|", "/")
+    line = shorten(line, 400, placeholder=" ...")
+    # Names as code, which breaks between their parts in a narrow column.
+    return re.sub(
+        r"(?<![`\w])\w+(\.\w+)+(/\w+:\d+)?", r"`\g<0>`", shorten(line, 400, placeholder=" ...")
+    )
 
 
 def main() -> None:
@@ -68,7 +74,7 @@ def main() -> None:
     for kind, name in KINDS.items():
         word, text = judged(kind)
         counts[word] += 1
-        rows.append(f"| {kind} | {name} | {text} |")
+        rows.append(f"| `{name}` ({kind}) | {text} |")
     tried = (
         f"Of {len(rows)} classes, {counts['all']} have all names and {counts['in part']} a part of "
         f"them, {counts['refused']} are refused, and {counts['not made']} could not be made small"

@@ -20,6 +20,7 @@ LABELS = (
     "return [...document.querySelectorAll('.table tbody tr')].filter(r => r.checkVisibility())"
     ".map(r => r.cells[0].textContent)"
 )
+WIDER = "return arguments[0].scrollWidth > arguments[0].clientWidth"
 IN_BOX = (
     "const box = document.querySelector('.sn-tree').getBoundingClientRect();"
     "const row = document.querySelector('.sn-alarm').getBoundingClientRect();"
@@ -51,16 +52,22 @@ def test_the_first_difference_is_in_sight(browser: Any, report: Path, width: int
     assert browser.ask("return document.documentElement.scrollWidth") <= width
 
 
-def test_a_long_name_is_no_wider_than_a_phone(browser: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("local", [False, True])
+def test_a_long_name_is_no_wider_than_a_phone(browser: Any, tmp_path: Path, local: bool) -> None:
     net = nn.Linear(3, 3)
     for _ in range(5):
         net = nn.Sequential(OrderedDict({"a_long_name_without_a_place_to_break_it": net}))
     other = copy.deepcopy(net)
     next(other.parameters()).data += 1
     recorders = [Recorder(one, input_size=(1, 3)) for one in (net, other)]
-    difference = compare(*recorders, [torch.randn(4, 3)], progress=False)
+    difference = compare(*recorders, [torch.randn(4, 3)], local=local, progress=False)
     browser.open(difference.report(tmp_path / "page.html"), width=390)
     assert browser.ask("return document.documentElement.scrollWidth") <= 390
+    # What is said of a layer stands beside its name in a wide window, uncut.
+    browser.open(tmp_path / "page.html")
+    remarks = browser.all(".sn-remark")
+    assert len(remarks) == 6
+    assert not [e for e in remarks if browser.ask(WIDER, e)]
 
 
 def test_the_table_sorts_and_is_searched(

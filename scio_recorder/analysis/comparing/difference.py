@@ -598,7 +598,7 @@ def _local_profile(difference: Difference, local: LocalErrors) -> Figure:
 def _remark(difference: Difference, layer: LayerDifference) -> str:
     local = None if difference._local is None else difference._local.layers.get(layer.label)
     if local is not None:
-        return local.words
+        return f"local error {local.error:.3g}, score {local.score:.3g}"
     if not layer.differs:
         allowed = f"no more than allowed, max abs {number_text(layer.max_abs)}"
         return allowed if layer.max_abs > 0 else "equal"
