@@ -68,6 +68,13 @@ def recorder(*selectors: Any, net: nn.Module | None = None, **options: Any) -> R
     return rnet
 
 
+def recorder_of(net: nn.Module, *selectors: Any, **labelled: Any) -> Recorder:
+    """Label a net with given inputs, and record what is selected."""
+    rnet = Recorder(net, **labelled)
+    rnet.record(*selectors)
+    return rnet
+
+
 def seeded(*selectors: Any, **options: Any) -> Recorder:
     """Make the same recorder in each process."""
     torch.manual_seed(0)
@@ -80,6 +87,12 @@ def failing_after(
     """Yield so many batches, as a loader that fails then."""
     yield from data[:number]
     raise error
+
+
+def interrupt(rnet: Recorder, data: Sequence[Any], store: Any, number: int, **options: Any) -> None:
+    """Collect until the loader fails after so many batches."""
+    with pytest.raises(InterruptedError):
+        rnet.collect(failing_after(data, number), store=store, **options)
 
 
 def batches(*sizes: int, seed: int = 0) -> list[Tensor]:

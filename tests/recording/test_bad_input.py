@@ -26,6 +26,7 @@ from tests.recording.nets import (
     failing_after,
     plain_net,
     recorder,
+    recorder_of,
 )
 from tests.zoo.structures import Columns
 
@@ -113,8 +114,7 @@ def test_the_advice_for_a_net_that_takes_a_whole_tuple_works():
             return x * mask * scale
 
     x = torch.ones(2, 3)
-    rnet = Recorder(Masked(), input_data=[x, x])
-    rnet.record("0-1")
+    rnet = recorder_of(Masked(), "0-1", input_data=[x, x])
     written = "to_inputs=tuple if the net takes all of them"
     with pytest.raises(CollectError, match=re.escape(written)) as caught:
         rnet.collect([(x, torch.zeros(3), 1)])
@@ -133,8 +133,7 @@ def test_the_advice_for_a_mapping_that_yields_rows_works():
             return Columns({"hidden": x * 2})
 
     x = torch.rand(3, 4)
-    rnet = Recorder(Named(), input_data=x)
-    rnet.record("0-1")
+    rnet = recorder_of(Named(), "0-1", input_data=x)
     with pytest.raises(CollectError, match=r"returned a Columns, not a tensor") as caught:
         rnet.collect([x])
     written = eval(str(caught.value).partition("such as transform=")[2])
@@ -158,8 +157,7 @@ def test_lists_of_numbers_are_no_tensors(rows, names):
             return self.inner(input_ids)
 
     ids = torch.tensor([[1, 2], [3, 4]])
-    rnet = Recorder(Texts(), input_data={"input_ids": ids})
-    rnet.record("inner")
+    rnet = recorder_of(Texts(), "inner", input_data={"input_ids": ids})
     for given in (ids.tolist(), [[1, 2], [3]]):
         batch = dict.fromkeys(names, given)
         with pytest.raises(CollectError, match=r"input_ids is a list, not a tensor.*return_tens"):
@@ -167,8 +165,7 @@ def test_lists_of_numbers_are_no_tensors(rows, names):
 
 
 def test_ragged_samples_name_layer_shapes_and_transform(tmp_path):
-    rnet = Recorder(nn.Sequential(nn.Conv1d(1, 2, 3)), input_size=(1, 1, 8))
-    rnet.record("0")
+    rnet = recorder_of(nn.Sequential(nn.Conv1d(1, 2, 3)), "0", input_size=(1, 1, 8))
     data = [torch.randn(2, 1, 8), torch.randn(2, 1, 9)]
     for store in ("host", f"disk:{tmp_path}/run"):
         with pytest.raises(CollectError) as caught:
@@ -180,8 +177,7 @@ def test_ragged_samples_name_layer_shapes_and_transform(tmp_path):
 
 
 def test_dimension_0_must_count_samples():
-    rnet = Recorder(Positions(), input_size=(2, 6))
-    rnet.record("table")
+    rnet = recorder_of(Positions(), "table", input_size=(2, 6))
     with pytest.raises(CollectError) as caught:
         rnet.collect([torch.ones(2, 6)])
     for part in ("table", "(3, 6)", "2 samples", "transform"):
@@ -204,8 +200,7 @@ class Turned(nn.Module):
 
 @pytest.mark.parametrize("reduce", [None, Mean()])
 def test_dimension_0_that_counts_something_else_at_labelling_is_refused(reduce):
-    rnet = Recorder(Turned(), input_size=(1, 5, 3))
-    rnet.record("block")
+    rnet = recorder_of(Turned(), "block", input_size=(1, 5, 3))
     batch = torch.randn(5, 5, 3)
     with pytest.raises(CollectError, match=r"at labelling \(5, 1, 2\)(.|\n)*transform="):
         rnet.collect([batch], reduce=reduce)
@@ -261,8 +256,7 @@ def test_dimension_0_that_fits_by_chance_is_refused_however_it_comes(how):
 
 def test_dimension_0_counts_samples_by_chance_at_first():
     # Labelled with as many samples as the table has rows, so nothing is known.
-    rnet = Recorder(Positions(), input_size=(3, 6))
-    rnet.record("table")
+    rnet = recorder_of(Positions(), "table", input_size=(3, 6))
     with pytest.raises(CollectError, match=r"shape \(3, 6\) for a batch of 2 sample"):
         rnet.collect([torch.ones(3, 6), torch.ones(3, 6), torch.ones(2, 6)])
 
@@ -322,8 +316,7 @@ def test_inputs_without_a_tensor():
         def forward(self, size):
             return torch.ones(size, 2)
 
-    rnet = Recorder(Constant(), input_data=[3])
-    rnet.record("0-1")
+    rnet = recorder_of(Constant(), "0-1", input_data=[3])
     with pytest.raises(CollectError, match="sample_ids"):
         rnet.collect([3], to_inputs=lambda batch: (batch,))
     made = rnet.collect([3], to_inputs=lambda n: (n,), sample_ids=range)
@@ -350,8 +343,7 @@ class FailsLate(nn.Module):
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
 def test_nothing_of_a_failed_batch_counts(chunk_bytes, reduce, tmp_path):
     net = FailsLate()
-    rnet = Recorder(net, input_size=(1, 4))
-    rnet.record("layer", "0-1")
+    rnet = recorder_of(net, "layer", "0-1", input_size=(1, 4))
     data, options = batches(3, 3, 3, 3), {"reduce": reduce, "dtype": torch.bfloat16}
     store = Disk(tmp_path / "run", chunk_bytes=chunk_bytes)
     net.passes, net.fail_at = 0, 3
@@ -432,8 +424,7 @@ def test_the_advice_for_what_is_no_tensor_works(kind):
         def forward(self, x):
             return make(x)
 
-    rnet = Recorder(nn.Sequential(Structured()), input_size=(1, 2))
-    rnet.record("0")
+    rnet = recorder_of(nn.Sequential(Structured()), "0", input_size=(1, 2))
     x = torch.randn(3, 2)
     with pytest.raises(CollectError, match=re.escape(taken)) as error:
         rnet.collect([x], progress=False)

@@ -34,6 +34,7 @@ from scio_recorder.stores import Disk
 from scio_recorder.stores.disk import check_copies
 from scio_recorder.tensors.digests import sample_digests
 from tests.capture.test_watch_libraries import PROMPT, gpt2
+from tests.recording.nets import recorder_of
 
 ROOT = Path(__file__).parents[2]
 KEYS = "/mul", "h.0/relu_", "h.0/add:1", "h.1/relu_", "h.1/add:0", "h.1", "/softmax"
@@ -519,8 +520,7 @@ def test_generate_is_collected(tmp_path):
     net = gpt2()
     with Outputs(torch.tanh) as seen:
         text = generate(net)
-    rnet = Recorder(net, input_data=PROMPT)
-    rnet.record("transformer.h.*.mlp.act/tanh")
+    rnet = recorder_of(net, "transformer.h.*.mlp.act/tanh", input_data=PROMPT)
     with rnet.collecting(
         store=f"disk:{tmp_path}", rows=Tokens(fields=("input_ids",))
     ) as collection:

@@ -26,6 +26,7 @@ from scio_recorder.errors import (
 )
 from scio_recorder.stores import StoreWriter
 from tests.harness import run_in_threads
+from tests.recording.nets import recorder_of
 from tests.recording.tables import plain_hooks
 
 
@@ -522,8 +523,7 @@ def test_a_recorder_that_is_copied_in_the_block_is_in_none() -> None:
 
 def test_printing_a_recording_names_layers_and_says_what_is_kept(tmp_path):
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
-    rnet = Recorder(net, input_size=(1, 4))
-    rnet.record("0", "1")
+    rnet = recorder_of(net, "0", "1", input_size=(1, 4))
     data = [torch.randn(3, 4), torch.randn(2, 4)]
     options = {"reduce": {"1": [reductions.Mean(), reductions.Max()]}, "dtype": torch.bfloat16}
     rnet.collect(data, store=f"disk:{tmp_path}/run", **options)

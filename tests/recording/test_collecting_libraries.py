@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scio_recorder import Recorder, Tokens, reductions
+from scio_recorder import Tokens, reductions
 from tests.capture.test_watch_libraries import (
     PROMPT,
     diffusion,
     gpt2,
     passes_by_hooks,
 )
+from tests.recording.nets import recorder_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,10 +57,8 @@ def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
 
     net = gpt2().train()
     bare, twin = copy.deepcopy(net), copy.deepcopy(net)
-    rnet = Recorder(net, input_data=PROMPT, mode="train")
-    rnet.record("transformer.h.*.mlp")
-    other = Recorder(twin, input_data=PROMPT, mode="train")
-    other.record("transformer.h.*.mlp")
+    rnet = recorder_of(net, "transformer.h.*.mlp", input_data=PROMPT, mode="train")
+    other = recorder_of(twin, "transformer.h.*.mlp", input_data=PROMPT, mode="train")
     train(bare)
     expected, _ = passes_by_hooks(other, lambda: train(twin))
     masks: list[Tensor] = []

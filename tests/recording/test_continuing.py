@@ -18,6 +18,7 @@ from scio_recorder import Recorder, Tokens, open_recording, reductions
 from scio_recorder.errors import CollectError
 from tests.capture.test_watch_libraries import PROMPT, gpt2, llama, passes_by_hooks, past
 from tests.harness import run_in_threads
+from tests.recording.nets import recorder_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -93,9 +94,7 @@ CASES = [
 def recorder(name: str) -> Recorder:
     make, layers = NETS[name]
     torch.manual_seed(0)
-    rnet = Recorder(make(), input_data=PROMPT)
-    rnet.record(layers)
-    return rnet
+    return recorder_of(make(), layers, input_data=PROMPT)
 
 
 def generate(net: Any, **options: Any) -> Tensor:
@@ -234,8 +233,7 @@ def test_the_old_name_of_a_cache_is_not_read() -> None:
         def forward(self, input_ids: Tensor) -> Renamed:
             return Renamed(self.embedding(input_ids))
 
-    rnet = Recorder(Net(), input_data=torch.ones(2, 3).long())
-    rnet.record("embedding")
+    rnet = recorder_of(Net(), "embedding", input_data=torch.ones(2, 3).long())
     with rnet.collecting(rows=Tokens()) as collection:
         rnet.net(torch.ones(2, 3).long())
     assert collection.recording.num_rows == 6
@@ -243,8 +241,7 @@ def test_the_old_name_of_a_cache_is_not_read() -> None:
 
 def test_a_tuple_goes_on_if_it_holds_what_the_pass_left() -> None:
     net = Remembering()
-    rnet = Recorder(net, input_data=torch.ones(2, 3).long())
-    rnet.record("embedding")
+    rnet = recorder_of(net, "embedding", input_data=torch.ones(2, 3).long())
     prompt, step = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[7], [8]])
     with rnet.collecting(rows=Tokens()) as collection, torch.no_grad():
         cache = net(prompt)[1]
@@ -301,8 +298,7 @@ def test_a_cache_of_fixed_length_goes_on_until_it_is_reset() -> None:
 def test_the_cache_of_a_pair_goes_on_unless_a_half_is_reordered(part: str) -> None:
     net = t5()
     first, step = {"decoder_input_ids": torch.ones(2, 3).long()}, torch.tensor([[1], [2]])
-    rnet = Recorder(net, input_data={**PROMPT, **first})
-    rnet.record("decoder.block.0")
+    rnet = recorder_of(net, "decoder.block.0", input_data={**PROMPT, **first})
     with (
         rnet.collecting(
             rows=Tokens(mask="decoder_attention_mask"), transform=lambda out, batch: out[0]
@@ -538,8 +534,7 @@ def test_classes_by_line_and_by_position() -> None:
 
 def test_a_pass_that_failed_holds_no_cache() -> None:
     net = gpt2()
-    rnet = Recorder(net, input_data=PROMPT)
-    rnet.record("transformer.h.0.mlp")
+    rnet = recorder_of(net, "transformer.h.0.mlp", input_data=PROMPT)
     with rnet.collecting(rows=Tokens()) as collection:
         net(**PROMPT)
         cache = transformers.DynamicCache()

@@ -15,6 +15,7 @@ from scio_recorder import Nodes, Recorder, Tokens, compare
 from scio_recorder.errors import CollectError, LabellingError, PostprocessorError, caught_as
 from scio_recorder.reductions import Fold, Mean
 from tests.oracle import same_bits
+from tests.recording.nets import recorder_of
 
 GOOD, BAD = torch.ones(3, 4), torch.ones(3, 5)
 
@@ -42,9 +43,7 @@ class Named(nn.Module):
 
 @pytest.fixture(scope="module")
 def rnet() -> Recorder:
-    rnet = Recorder(Named(), input_size=(1, 4))
-    rnet.record("stem")
-    return rnet
+    return recorder_of(Named(), "stem", input_size=(1, 4))
 
 
 def divide(*given: Any) -> Any:
@@ -193,8 +192,7 @@ def test_the_advice_for_another_dtype_works(
     if isinstance(layer, nn.Embedding):
         taken, given = torch.int64, torch.float32
     net, x = nn.Sequential(copy.deepcopy(layer).to(own)), torch.ones(3, 4, dtype=given)
-    rnet = Recorder(net, input_data=x.to(taken))
-    rnet.record("0")
+    rnet = recorder_of(net, "0", input_data=x.to(taken))
     for batch in (x, [x, "labels"], {"input": x}):
         with pytest.raises(CollectError) as refused:
             rnet.collect([batch])
@@ -228,8 +226,7 @@ def test_errors_of_other_causes_advise_no_dtype(rnet: Recorder) -> None:
             out: Tensor = self.stem(x.float())
             return out
 
-    casting = Recorder(Casting(), input_size=(1, 4))
-    casting.record("stem")
+    casting = recorder_of(Casting(), "stem", input_size=(1, 4))
     for one in (rnet, casting):
         with pytest.raises(RuntimeError, match="shapes") as raised:
             one(BAD if one is rnet else BAD.double())

@@ -20,7 +20,7 @@ from scio_recorder.recording.options import CollectOptions
 from scio_recorder.reductions import Digest, Mean
 from scio_recorder.stores import Disk
 from tests.capture.test_watch_libraries import gpt2
-from tests.recording.nets import Sizes, batches, failing_after, recorder
+from tests.recording.nets import Sizes, batches, failing_after, recorder, recorder_of
 
 
 class Masked(nn.Module):
@@ -37,9 +37,7 @@ class Masked(nn.Module):
 
 def masked() -> Recorder:
     torch.manual_seed(3)
-    rnet = Recorder(Masked().eval(), input_size=(2, 4))
-    rnet.record("0-1")
-    return rnet
+    return recorder_of(Masked().eval(), "0-1", input_size=(2, 4))
 
 
 @pytest.mark.parametrize("pair", [Inputs, lambda args, kwargs: (args, kwargs)])
@@ -85,8 +83,7 @@ class Keywords(nn.Module):
     ],
 )
 def test_samples_without_a_batch_are_refused(net, labelled, data, options):
-    rnet = Recorder(net, **labelled)
-    rnet.record("0-1")
+    rnet = recorder_of(net, "0-1", **labelled)
     with pytest.raises(CollectError, match=r"batch 0 has shape.*labelled with.*DataLoader.*stack"):
         rnet.collect(data, **options)
 
@@ -101,8 +98,7 @@ def test_a_list_of_samples_in_mappings_is_named():
 
 
 def test_what_is_only_similar_to_a_sample_is_collected_with_a_warning():
-    rnet = Recorder(SQUARE, input_size=(2, 5, 4))
-    rnet.record("0-1")
+    rnet = recorder_of(SQUARE, "0-1", input_size=(2, 5, 4))
     rows = torch.randn(3, 4)
     (message,) = warned(rnet, [rows, rows])
     assert "(3, 4)" in message
@@ -144,14 +140,12 @@ def test_what_is_only_similar_to_a_sample_is_collected_with_a_warning():
     ],
 )
 def test_other_inputs_are_collected_without_a_word(net, labelled, data, options):
-    rnet = Recorder(net, **labelled)
-    rnet.record("0-1")
+    rnet = recorder_of(net, "0-1", **labelled)
     assert warned(rnet, data, **options) == []
 
 
 def test_samples_are_refused_around_passes_of_others_and_in_comparisons():
-    rnet = Recorder(SQUARE, input_size=(2, 4))
-    rnet.record("0-1")
+    rnet = recorder_of(SQUARE, "0-1", input_size=(2, 4))
     with pytest.raises(CollectError, match="batch 0 has shape"), rnet.collecting():
         rnet.net(SAMPLES[0])
     with pytest.raises(CollectError, match="batch 0 has shape"):
@@ -160,8 +154,7 @@ def test_samples_are_refused_around_passes_of_others_and_in_comparisons():
 
 def test_a_dataset_of_batches_and_one_sample_at_a_time():
     rows = torch.randn(6, 3)
-    rnet = Recorder(nn.Linear(3, 3), input_size=(2, 3))
-    rnet.record("*")
+    rnet = recorder_of(nn.Linear(3, 3), "*", input_size=(2, 3))
     wanted = rnet.collect([rows])["0-1"]
     of_batches = DataLoader(TensorDataset(rows.view(3, 2, 3)), batch_size=None)
     torch.testing.assert_close(rnet.collect(of_batches)["0-1"], wanted)
@@ -247,8 +240,7 @@ class Labelled(nn.Module):
     ],
 )
 def test_labels_are_no_second_input(net, second):
-    rnet = Recorder(net.eval(), input_size=(3, 4))
-    rnet.record("0-1")
+    rnet = recorder_of(net.eval(), "0-1", input_size=(3, 4))
     assert warned(rnet, [(torch.ones(3, 4), second)]) == []
     assert warned(rnet, [torch.ones(3, 4)]) == []
     assert warned(rnet, [{net_input(net): torch.ones(3, 4)}]) == []
@@ -269,8 +261,7 @@ ALIKE = [
 
 @pytest.mark.parametrize("layer", DIFFERING + ALIKE, ids=str)
 def test_layers_that_differ_in_training_mode_are_named(layer):
-    rnet = Recorder(nn.Sequential(nn.Linear(4, 4), layer).train(), input_size=(3, 4))
-    rnet.record("0")
+    rnet = recorder_of(nn.Sequential(nn.Linear(4, 4), layer).train(), "0", input_size=(3, 4))
     said = warned(rnet, batches(3, 2))
     assert len(said) == (layer in DIFFERING)
     assert all(f"1 ({type(layer).__name__})" in text and "net.eval()" in text for text in said)
@@ -282,8 +273,7 @@ def test_layers_that_differ_in_training_mode_are_named(layer):
 
 
 def test_a_warning_that_is_an_error_leaves_nothing_behind(tmp_path):
-    rnet = Recorder(nn.Sequential(nn.Dropout(0.5)).train(), input_size=(3, 4))
-    rnet.record("0")
+    rnet = recorder_of(nn.Sequential(nn.Dropout(0.5)).train(), "0", input_size=(3, 4))
     store = f"disk:{tmp_path}/run"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -301,8 +291,7 @@ def test_a_warning_that_is_an_error_leaves_nothing_behind(tmp_path):
     ],
 )
 def test_the_advice_for_entries_that_forward_does_not_take_works(batch, match) -> None:
-    rnet = Recorder(nn.ReLU(), input_size=(1, 2))
-    rnet.record("0-1")
+    rnet = recorder_of(nn.ReLU(), "0-1", input_size=(1, 2))
     with pytest.raises(CollectError, match=match) as caught:
         rnet.collect([batch])
     to_inputs = eval(str(caught.value).partition("to_inputs=")[2])
@@ -314,8 +303,7 @@ def test_a_type_error_of_the_net_itself_is_its_own() -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise TypeError("of its own")
 
-    odd = Recorder(nn.ReLU(), input_size=(1, 2))
-    odd.record("0-1")
+    odd = recorder_of(nn.ReLU(), "0-1", input_size=(1, 2))
     odd.net.forward = Odd().forward
     with pytest.raises(TypeError, match="of its own"):
         odd.collect([{"x": torch.ones(3, 2)}])
@@ -343,8 +331,7 @@ def first_of(activation: Any, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("rows", [None, Tokens()])
 def test_padding_on_the_left_that_is_counted_is_said_once(rows: Tokens | None) -> None:
-    rnet = Recorder(gpt2().eval(), input_data=LEFT)
-    rnet.record("transformer.h.0")
+    rnet = recorder_of(gpt2().eval(), "transformer.h.0", input_data=LEFT)
     padded_right = {name: value.flip(1) for name, value in LEFT.items()}
     collect = partial(rnet.collect, rows=rows, transform=None if rows else first_of)
     with pytest.warns(CollectWarning, match="padded on the left") as caught:
@@ -358,8 +345,7 @@ def test_padding_on_the_left_that_is_counted_is_said_once(rows: Tokens | None) -
 
 
 def test_what_the_warning_says_makes_left_padding_as_if_it_were_not_there() -> None:
-    rnet = Recorder(gpt2().eval(), input_data=LEFT)
-    rnet.record("transformer.h.0")
+    rnet = recorder_of(gpt2().eval(), "transformer.h.0", input_data=LEFT)
     alone = {name: value[1:, 2:] for name, value in LEFT.items()}
     rnet(**alone)
     expected = rnet.activations["transformer.h.0"][0].detach()
@@ -379,8 +365,7 @@ def test_a_wrapper_that_hands_positions_on_is_warned_of() -> None:
         def forward(self, **kwargs: Any) -> Any:
             return self.model(**kwargs)
 
-    rnet = Recorder(Wrapper(), input_data=LEFT)
-    rnet.record("model.transformer.h.0")
+    rnet = recorder_of(Wrapper(), "model.transformer.h.0", input_data=LEFT)
     with pytest.warns(CollectWarning, match="padded on the left"):
         rnet.collect([LEFT], rows=Tokens())
 
@@ -394,8 +379,7 @@ def test_a_network_that_takes_no_positions_is_let_be() -> None:
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
             return self.embed(input_ids)
 
-    rnet = Recorder(Net(), input_data=LEFT)
-    rnet.record("embed")
+    rnet = recorder_of(Net(), "embed", input_data=LEFT)
     rnet.collect([LEFT], rows=Tokens())
 
 
@@ -410,9 +394,7 @@ class Texts(nn.Module):
 
 
 def texts_recorder(selector: str = "embed") -> Recorder:
-    rnet = Recorder(Texts(), input_data=LEFT)
-    rnet.record(selector)
-    return rnet
+    return recorder_of(Texts(), selector, input_data=LEFT)
 
 
 def right(*lengths: int, dtype: torch.dtype = torch.long) -> Any:

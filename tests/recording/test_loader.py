@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from scio_recorder import Recorder, Recording, open_recording
+from scio_recorder import Recording, open_recording
 from scio_recorder.errors import ArgumentError, LayerNotFoundError, RecordingError
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import tensor_file
 from scio_recorder.stores.files import RunReader
-from tests.recording.nets import LoaderMemory, batches, recorder
+from tests.recording.nets import LoaderMemory, batches, recorder, recorder_of
 from tests.stores.disk_format.runs import flip
 
 ROWS = 61
@@ -52,8 +52,7 @@ def wide(path: Any, rows: int = 2048, features: int = 1024, chunks: int = 4) -> 
 
     The first feature of each row is its number.
     """
-    rnet = Recorder(nn.Identity(), input_size=(1, features))
-    rnet.record("0-1")
+    rnet = recorder_of(nn.Identity(), "0-1", input_size=(1, features))
     data = torch.zeros(rows, features)
     data[:, 0] = torch.arange(rows)
     each = rows // chunks
@@ -123,8 +122,7 @@ def test_dtypes(dtype, store, tmp_path):
 
 
 def test_rows_without_bytes(tmp_path):
-    rnet = Recorder(nn.Identity(), input_size=(1, 2))
-    rnet.record("0-1")
+    rnet = recorder_of(nn.Identity(), "0-1", input_size=(1, 2))
     for store in ("host", f"disk:{tmp_path}/run"):
         recording = rnet.collect([torch.ones(5, 0, 2)], store=store)
         loader = recording.loader("0-1", batch_size=2, shuffle=True)

@@ -20,7 +20,7 @@ from scio_recorder import Recorder, compare, open_recording
 from scio_recorder.errors import CollectWarning, RecordingError
 from scio_recorder.recording import collection, settings
 from scio_recorder.reductions import Digest, Mean
-from tests.recording.nets import failing_after
+from tests.recording.nets import interrupt, recorder_of
 
 BATCHES = [torch.ones(2, 3), torch.zeros(2, 3)]
 
@@ -28,8 +28,7 @@ BATCHES = [torch.ones(2, 3), torch.zeros(2, 3)]
 @pytest.mark.parametrize("module", [None, ""])
 def test_a_class_without_a_module_is_collected(module: str | None) -> None:
     kind = type("Made", (nn.Module,), {"forward": lambda self, x: x * 2, "__module__": module})
-    rnet = Recorder(kind(), input_size=(1, 3))
-    rnet.record("0-1")
+    rnet = recorder_of(kind(), "0-1", input_size=(1, 3))
     assert torch.equal(rnet.collect(BATCHES)["0-1"], 2 * torch.cat(BATCHES))
 
 
@@ -59,9 +58,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def recorder() -> Recorder:
-    rnet = Recorder(Net().eval(), input_size=(2, 3))
-    rnet.record("0", "1")
-    return rnet
+    return recorder_of(Net().eval(), "0", "1", input_size=(2, 3))
 
 
 def test_versions_net_and_time_are_kept_wherever_a_recording_lies(
@@ -105,8 +102,7 @@ def test_a_net_of_no_package_without_attention() -> None:
         def config(self) -> Any:
             raise RuntimeError("not yet")
 
-    rnet = Recorder(nn.ReLU(), input_size=(2, 3))
-    rnet.record("*")
+    rnet = recorder_of(nn.ReLU(), "*", input_size=(2, 3))
     recording = rnet.collect(BATCHES)
     assert recording.made_with["net"] == "torch.nn.modules.activation.ReLU"
     assert pickle.loads(pickle.dumps(recording)).made_with == recording.made_with
@@ -122,8 +118,7 @@ def test_a_net_of_no_package_without_attention() -> None:
 
 
 def begin(rnet: Recorder, path: Path) -> None:
-    with pytest.raises(InterruptedError):
-        rnet.collect(failing_after(BATCHES, 1), store=f"disk:{path}", progress=False)
+    interrupt(rnet, BATCHES, f"disk:{path}", 1, progress=False)
 
 
 @pytest.mark.parametrize("name", ["torch", "madenets"])

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from scio_recorder import CollectError, Recorder, Tokens
+from scio_recorder import CollectError, Tokens
 from scio_recorder.stores import Disk
+from tests.recording.nets import recorder_of
 from tests.recording.tables import (
     VOCABULARY,
     assert_tokens,
@@ -104,8 +105,7 @@ def test_rows_are_what_plain_hooks_saw(name, tmp_path):
     names = layers_by_position(net)
     assert len(names) > 3
     data = [*batches((3, 8, 1), (4, 4)), *batches((5, 2, 6), side="left")]
-    rnet = Recorder(net, input_data=padded(9, 9))
-    rnet.record(*names)
+    rnet = recorder_of(net, *names, input_data=padded(9, 9))
     recording = rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=5000), rows=Tokens())
     assert_tokens(recording, net, data, *names)
 
@@ -119,8 +119,7 @@ def test_positions_that_come_before_the_batch_are_turned_by_a_transform():
     net = transformers.XLNetModel(config).eval()
     names = ["layer.0.ff", "layer.1.ff"]
     data = [*batches((3, 8, 1)), *batches((5, 2), side="left")]
-    rnet = Recorder(net, input_data=padded(9, 9))
-    rnet.record(*names)
+    rnet = recorder_of(net, *names, input_data=padded(9, 9))
     with pytest.raises(CollectError, match=r"layer\.0\.ff.*\(8, 3, 16\).*\(3, 8, \.\.\.\)"):
         rnet.collect(data, rows=Tokens())
     with pytest.raises(CollectError, match="by chance"):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from scio_recorder import CollectError, Nodes, Recorder
 from scio_recorder.reductions import Mean
+from tests.recording.nets import recorder_of
 from tests.recording.tables import seen
 
 
@@ -34,9 +35,7 @@ class Messages(nn.Module):
 
 def recorder(*selectors: str) -> Recorder:
     torch.manual_seed(0)
-    rnet = Recorder(Messages().eval(), input_data=graph([2, 3]))
-    rnet.record(*(selectors or ("say", "take")))
-    return rnet
+    return recorder_of(Messages().eval(), *(selectors or ("say", "take")), input_data=graph([2, 3]))
 
 
 def graph(sizes: list[int], seed: int = 0, *, sort: bool = True) -> dict[str, Tensor]:
@@ -194,8 +193,7 @@ def test_graphs_of_torch_geometric():
     loading = pytest.importorskip("torch_geometric.loader")
     conv = pytest.importorskip("torch_geometric.nn").GCNConv(3, 4).eval()
     graphs = [data.Data(x=one["x"], edge_index=one["edge_index"]) for one in DATA]
-    rnet = Recorder(conv, input_data=[DATA[0]["x"], DATA[0]["edge_index"]])
-    rnet.record("0-1")
+    rnet = recorder_of(conv, "0-1", input_data=[DATA[0]["x"], DATA[0]["edge_index"]])
     recording = rnet.collect(
         loading.DataLoader(graphs, batch_size=2),
         rows=Nodes(),

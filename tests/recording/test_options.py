@@ -12,7 +12,7 @@ from torch import nn
 
 from scio_recorder import CollectError, LayerNotFoundError, Recorder, open_recording
 from scio_recorder.reductions import Covariance, Fold, Last, Max, Mean, Moments, Quantiles
-from tests.recording.nets import Pair, Sizes, assert_same, batches, expected, recorder
+from tests.recording.nets import Pair, Sizes, assert_same, batches, expected, recorder, recorder_of
 
 
 def labelled(data):
@@ -101,8 +101,7 @@ def test_transforms_feed_stores_and_reductions():
 
 
 def test_a_transform_makes_a_tensor_of_a_structure():
-    rnet = Recorder(Pair(), input_size=(2, 4))
-    rnet.record("0-1")
+    rnet = recorder_of(Pair(), "0-1", input_size=(2, 4))
     data = batches(3, 2)
     with pytest.raises(CollectError, match=r"0-1.*tuple.*transform"):
         rnet.collect(data)
@@ -198,8 +197,7 @@ def test_rounding_is_measured(tmp_path):
 
 
 def test_rounding_is_measured_over_what_is_finite(tmp_path):
-    rnet = Recorder(nn.Identity(), input_size=(1, 4))
-    rnet.record("0-1")
+    rnet = recorder_of(nn.Identity(), "0-1", input_size=(1, 4))
     values = torch.tensor([[1.1, 2.3, math.nan, 3.0], [math.inf, -math.inf, 0.7, 1e-3]])
     finite = values[values.isfinite()].double()
     lost = (finite - finite.half().double()).norm() / finite.norm()
@@ -214,8 +212,7 @@ def test_rounding_is_measured_over_what_is_finite(tmp_path):
 
 
 def test_only_floating_point_is_rounded():
-    rnet = Recorder(nn.Identity(), input_size=(1, 2))
-    rnet.record("0-1")
+    rnet = recorder_of(nn.Identity(), "0-1", input_size=(1, 2))
     data = [torch.tensor([[1, 2**40]])]
     recording = rnet.collect(data, dtype=torch.float16)
     assert_same(recording, {(0, 1): data[0]})
@@ -249,12 +246,15 @@ def test_a_recording_of_summaries_has_no_store():
     assert recording.inputs["0-1"][0].args[0].is_meta
 
 
-def test_frame_counts_zeros_nans_and_infinities():
-    rnet = Recorder(nn.Identity(), input_size=(1, 4))
-    rnet.record("0-1")
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_zeros_nans_and_infinities_are_kept_and_counted(store, tmp_path):
+    rnet = recorder_of(nn.Identity(), "0-1", input_size=(1, 4))
     nan, inf = float("nan"), float("inf")
     data = [torch.tensor([[0.0, nan, 2.0, -0.0]]), torch.tensor([[nan, nan, inf, 0.0]])]
-    row = rnet.collect(data).to_frame().loc["0-1"]
+    recording = rnet.collect(data, store=f"disk:{tmp_path}/run" if store == "disk" else store)
+    assert torch.equal(recording["0-1"][:].view(torch.int32), torch.cat(data).view(torch.int32))
+    assert recording.num_nans("0-1") == 3
+    row = recording.to_frame().loc["0-1"]
     assert (row["zeros"], row["nan"], row["inf"]) == (3 / 8, 3, 1)
     assert (row["mean"], row["min"], row["max"]) == (inf, 0, inf)
 

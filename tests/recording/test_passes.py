@@ -17,7 +17,7 @@ from scio_recorder import (
 )
 from scio_recorder.reductions import Max
 from scio_recorder.stores import Disk
-from tests.recording.nets import batches, failing_after
+from tests.recording.nets import batches, interrupt, recorder_of
 
 
 class Chain(nn.Module):
@@ -91,8 +91,7 @@ def test_one_for_all_layers_a_list_and_in_place():
 def test_a_resume_asks_for_the_post_processors_again(tmp_path):
     rnet, data = chain("first", "block", "last"), batches(4, 4, 3, 4)
     store = Disk(tmp_path / "run", chunk_bytes=100)
-    with pytest.raises(InterruptedError):
-        rnet.collect(failing_after(data, 2), store=store, activation_postproc=POSTS)
+    interrupt(rnet, data, store, 2, activation_postproc=POSTS)
     others = [None, {"first": torch.neg}, {"block": torch.neg}, torch.neg]
     for other in others:
         with pytest.raises(RecordingError, match="postprocessors"):
@@ -178,8 +177,7 @@ class Force(nn.Module):
 @pytest.mark.parametrize("options", [{}, {"transform": lambda t, batch: t * 2}, {"reduce": Max()}])
 def test_layers_that_run_with_gradients_on(store, options, tmp_path):
     torch.manual_seed(3)
-    rnet = Recorder(Force().eval(), input_size=(2, 4))
-    rnet.record("*")
+    rnet = recorder_of(Force().eval(), "*", input_size=(2, 4))
     data = batches(4, 4, 4, 3)
     given = f"disk:{tmp_path}/run" if store == "disk" else store
     recording = rnet.collect(data, store=given, **options)

@@ -15,13 +15,19 @@ from scio_recorder import CollectError, Recorder, RecordingError, Tokens, open_r
 from scio_recorder.reductions import Covariance, Fold, Histogram, Mean, Moments
 from scio_recorder.stores import Disk
 from scio_recorder.stores.files import RunReader
-from tests.recording.nets import assert_same, batches, expected, failing_after, recorder
+from tests.recording.nets import (
+    assert_same,
+    batches,
+    expected,
+    failing_after,
+    interrupt,
+    recorder,
+    recorder_of,
+)
 
 
 def interrupted(rnet, data, path, after, **options):
-    """Collect until the loader fails after some batches."""
-    with pytest.raises(InterruptedError):
-        rnet.collect(failing_after(data, after), store=Disk(path, chunk_bytes=100), **options)
+    interrupt(rnet, data, Disk(path, chunk_bytes=100), after, **options)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 4])
@@ -222,8 +228,7 @@ def test_samples_of_another_shape_are_refused(tmp_path):
 
 def test_another_architecture_is_refused(tmp_path):
     interrupted(recorder("0"), batches(4, 4), tmp_path / "run", 1)
-    other = Recorder(nn.Sequential(nn.Linear(4, 6), nn.Tanh()), input_size=(1, 4))
-    other.record("0")
+    other = recorder_of(nn.Sequential(nn.Linear(4, 6), nn.Tanh()), "0", input_size=(1, 4))
     with pytest.raises(RecordingError, match=r"run was recorded from another network[^0-9]*$"):
         other.collect(batches(4, 4), store=f"disk:{tmp_path}/run", resume=True)
 
@@ -231,8 +236,7 @@ def test_another_architecture_is_refused(tmp_path):
 def test_another_input_size_at_labelling_is_the_same_architecture(tmp_path):
     rnet, data = recorder("0"), batches(4, 4)
     interrupted(rnet, data, tmp_path / "run", 1)
-    again = Recorder(rnet.net, input_size=(7, 4))
-    again.record("0")
+    again = recorder_of(rnet.net, "0", input_size=(7, 4))
     resumed = again.collect(data, store=f"disk:{tmp_path}/run", resume=True)
     assert_same(resumed, expected(rnet, data))
 

@@ -13,7 +13,7 @@ from scio_recorder import CollectError, Nodes, RecordingError, Tokens, open_reco
 from scio_recorder.recording import Recording
 from scio_recorder.reductions import Covariance, Fold, Histogram, Last, Max, Mean, Reduction
 from scio_recorder.stores import Disk, Host
-from tests.recording.nets import Sizes, failing_after
+from tests.recording.nets import Sizes, interrupt
 from tests.recording.tables import (
     assert_rows,
     assert_tokens,
@@ -286,8 +286,7 @@ def test_resumed_recordings_are_those_of_one_go(stops_at, size, side, tmp_path):
     }
     wanted = rnet.collect(data, store="host", **options)
     store = Disk(tmp_path / "run", chunk_bytes=1)
-    with pytest.raises(InterruptedError):
-        rnet.collect(failing_after(data, stops_at), store=store, **options)
+    interrupt(rnet, data, store, stops_at, **options)
     again = data if size is None else regrouped(data, size, side)
     found = rnet.collect(again, store=store, resume=True, **options)
     assert_same(found, wanted)
@@ -328,8 +327,7 @@ def test_a_reduction_of_ones_own_does_not_go_on_in_the_middle_of_a_batch(tmp_pat
     rnet, data = reader("embed"), batches(*ALL)
     store = Disk(tmp_path / "run", chunk_bytes=1)
     options: dict[str, Any] = {"rows": Tokens(), "reduce": Sizes()}
-    with pytest.raises(InterruptedError):
-        rnet.collect(failing_after(data, 2), store=store, **options)
+    interrupt(rnet, data, store, 2, **options)
     with pytest.raises(CollectError, match=r"Sizes.*may read the batch.*the earlier batch size"):
         rnet.collect(regrouped(data, 4, "right"), store=store, resume=True, **options)
     assert rnet.collect(data, store=store, resume=True, **options)["embed"] == [12, 8, 12, 8, 11]
@@ -348,8 +346,7 @@ def test_a_reduction_of_ones_own_does_not_go_on_in_the_middle_of_a_batch(tmp_pat
 def test_a_resume_with_other_rows_is_refused(other, tmp_path):
     rnet, data = reader("embed"), batches(*ALL)
     store = Disk(tmp_path / "run", chunk_bytes=1)
-    with pytest.raises(InterruptedError):
-        rnet.collect(failing_after(data, 2), store=store, rows=Tokens())
+    interrupt(rnet, data, store, 2, rows=Tokens())
     with pytest.raises(RecordingError, match="rows"):
         rnet.collect(data, store=store, rows=other, resume=True)
     assert rnet.collect(data, store=store, rows=Tokens(), resume=True).num_rows == 51

@@ -30,7 +30,7 @@ from tests.recording.loaders import (
     of_lightning,
     predicting,
 )
-from tests.recording.nets import Sizes
+from tests.recording.nets import Sizes, recorder_of
 
 
 def recorder(*selectors: str, net: nn.Module | None = None, **options: Any) -> Recorder:
@@ -134,8 +134,7 @@ def test_rows_and_labels_of_repeats_are_dropped(tmp_path):
 
     def fill(path: Any, **options: Any) -> Any:
         for rank in range(3):
-            rnet = Recorder(Text(), input_size=(1, 4, 2))
-            rnet.record("0-1")
+            rnet = recorder_of(Text(), "0-1", input_size=(1, 4, 2))
             loader = distributed(data, rank, 3, 2)
             rnet.collect(loader, store=Disk(path, chunk_bytes=64), **options)
         return open_recording(path)

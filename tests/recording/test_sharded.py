@@ -21,6 +21,7 @@ from scio_recorder.errors import RecordingError, ShardWarning
 from scio_recorder.layer import Shard
 from scio_recorder.reductions import Covariance, Max, Mean
 from scio_recorder.stores import Disk
+from tests.recording.nets import recorder_of
 
 ROOT = Path(__file__).parents[2]
 WORLD = 2
@@ -214,8 +215,7 @@ def refuse_together(rank: int, folder: Path) -> None:
 
 def marked(shard: Any, num_sharing: int) -> Any:
 
-    rnet = Recorder(make_net(), input_size=(2, 4))
-    rnet.record("0")
+    rnet = recorder_of(make_net(), "0", input_size=(2, 4))
     rnet.architecture.mark({(1, 1): shard}, num_sharing)
     return rnet
 

@@ -16,8 +16,9 @@ import torch
 from huggingface_hub import HfApi, snapshot_download
 from torch import nn
 
-from scio_recorder import Recorder, RecordingError, Tokens, open_recording
+from scio_recorder import RecordingError, Tokens, open_recording
 from scio_recorder.stores.disk_format.folder import Folder
+from tests.recording.nets import recorder_of
 from tests.stores.disk_format.runs import flip
 
 REVISION = "0" * 40
@@ -48,8 +49,7 @@ def downloaded(cache: Path) -> str:
 
 def made(folder: Path, **options: object) -> torch.Tensor:
     net = nn.Sequential(nn.Linear(8, 4), nn.ReLU(inplace=True)).eval()
-    rnet = Recorder(net, input_size=(1, 8), verbose=0)
-    rnet.record("0")
+    rnet = recorder_of(net, "0", input_size=(1, 8), verbose=0)
     inputs = torch.randn(100, 8)
     rnet.collect(inputs.split(20), store=f"disk:{folder}", **options)
     with torch.no_grad():
@@ -78,8 +78,7 @@ def test_a_recording_is_opened_from_the_cache_as_it_was(tmp_path: Path) -> None:
 def test_rows_and_statistics_of_a_page_come_from_the_cache_too(tmp_path: Path) -> None:
     net = nn.Embedding(50, 8)
     batch = {"input": torch.randint(50, (4, 6)), "attention_mask": torch.ones(4, 6).long()}
-    rnet = Recorder(nn.Sequential(net), input_data=batch["input"], verbose=0)
-    rnet.record("0")
+    rnet = recorder_of(nn.Sequential(net), "0", input_data=batch["input"], verbose=0)
     store = f"disk:{tmp_path / 'features'}"
     rnet.collect([batch], rows=Tokens(), to_inputs=lambda one: one["input"], store=store)
     uploaded(tmp_path / "features", tmp_path / "cache")

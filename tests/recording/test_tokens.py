@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from scio_recorder import CollectError, Recorder, Recording, Tokens, open_recording, reductions
 from scio_recorder.reductions import Mean
 from scio_recorder.stores import Disk
-from tests.recording.nets import failing_after
+from tests.recording.nets import failing_after, recorder_of
 from tests.recording.tables import (
     assert_rows,
     assert_tokens,
@@ -251,16 +251,14 @@ def test_what_the_net_is_given_says_how_many_positions_there_are():
         def forward(self, noise: Tensor, inputs_embeds: Tensor) -> Tensor:
             return inputs_embeds * 2
 
-    rnet = Recorder(Embedded().eval(), input_data=[torch.ones(1), torch.ones(2, 3, 4)])
-    rnet.record("0-1")
+    rnet = recorder_of(Embedded().eval(), "0-1", input_data=[torch.ones(1), torch.ones(2, 3, 4)])
     x = torch.randn(2, 5, 4)
     recording = rnet.collect(
         [x], rows=Tokens(), to_inputs=lambda batch: {"noise": x, "inputs_embeds": batch}
     )
     assert torch.equal(recording["0-1"], (x * 2).flatten(0, 1))
     # A net that is fed by position alone.
-    plain = Recorder(nn.Linear(4, 3), input_size=(2, 3, 4))
-    plain.record("0-1")
+    plain = recorder_of(nn.Linear(4, 3), "0-1", input_size=(2, 3, 4))
     assert plain.collect([x], rows=Tokens())["0-1"].shape == (10, 3)
 
 
@@ -316,8 +314,7 @@ def test_wrappers_that_hand_on_what_they_are_given():
 
 
 def test_scalars_that_go_in_come_out():
-    rnet = Recorder(nn.ReLU(), input_size=(2, 4))
-    rnet.record("0-1")
+    rnet = recorder_of(nn.ReLU(), "0-1", input_size=(2, 4))
     x = torch.randn(2, 5)
     recording = rnet.collect([x], rows=Tokens(mask=lambda batch: batch > 0))
     assert torch.equal(recording["0-1"], x[x > 0])
@@ -503,8 +500,7 @@ def test_what_a_transform_makes_of_an_attention_map_is_believed():
 
 
 def test_images_are_no_sequences():
-    rnet = Recorder(nn.Conv2d(3, 5, 3), input_size=(2, 3, 8, 8))
-    rnet.record("0-1")
+    rnet = recorder_of(nn.Conv2d(3, 5, 3), "0-1", input_size=(2, 3, 8, 8))
     with pytest.raises(CollectError, match=r"layer 0-1.*no sequence.*mask="):
         rnet.collect([torch.ones(2, 3, 8, 8)], rows=Tokens())
     # Whoever says what is real says how many positions there are.
@@ -595,8 +591,7 @@ def test_batches_whose_keys_are_attributes_may_lack_some():
 def test_frames_are_fewer_than_what_the_net_is_given_of_a_sound():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv1d(1, 4, 3, stride=2), nn.Flatten(2))
-    rnet = Recorder(net, input_size=(2, 11))
-    rnet.record("1")
+    rnet = recorder_of(net, "1", input_size=(2, 11))
     sounds, real = torch.randn(3, 9), torch.arange(4) < torch.tensor([[4], [2], [3]])
     frames = rnet.collect(
         [sounds],
@@ -605,8 +600,7 @@ def test_frames_are_fewer_than_what_the_net_is_given_of_a_sound():
     )
     assert torch.equal(frames["1"], net[:2](sounds).mT[real])
     # Ids are tokens one by one, of which the mask has too few.
-    ids = Recorder(nn.Embedding(9, 2), input_data=torch.zeros(2, 5, dtype=torch.long))
-    ids.record("0-1")
+    ids = recorder_of(nn.Embedding(9, 2), "0-1", input_data=torch.zeros(2, 5, dtype=torch.long))
     with pytest.raises(CollectError, match=r"\(3, 9, 2\).*here \(3, 4, \.\.\.\)"):
         ids.collect([sounds.abs().long()], rows=Tokens(mask=lambda batch: real))
 
@@ -637,9 +631,7 @@ def square() -> dict[str, Tensor]:
 
 def recorder(*names: str, labelled_with: dict[str, Tensor] | None = None) -> Recorder:
     torch.manual_seed(0)
-    rnet = Recorder(Turning().eval(), input_data=labelled_with or square())
-    rnet.record(*names)
-    return rnet
+    return recorder_of(Turning().eval(), *names, input_data=labelled_with or square())
 
 
 LABEL = r"may fit by chance \(label the net with inputs of other lengths\).*transform="
@@ -704,13 +696,11 @@ def test_an_image_with_as_many_patches_as_a_text_has_tokens():
     torch.manual_seed(0)
     batch = {**padded(4, 2), "pixel_values": torch.randn(2, 3, 4, 4)}
     for name in ("seen", "read"):
-        rnet = Recorder(Captioned().eval(), input_data=batch)
-        rnet.record(name)
+        rnet = recorder_of(Captioned().eval(), name, input_data=batch)
         with pytest.raises(CollectError, match=rf"{name}\b.* {LABEL}"):
             rnet.collect([batch], rows=Tokens())
     shorter = {**padded(3, 2), "pixel_values": batch["pixel_values"]}
-    rnet = Recorder(Captioned().eval(), input_data=shorter)
-    rnet.record("read")
+    rnet = recorder_of(Captioned().eval(), "read", input_data=shorter)
     recording = rnet.collect([batch], rows=Tokens())
     with torch.no_grad():
         del batch["attention_mask"]
@@ -740,9 +730,7 @@ class Placed(nn.Module):
 def placed(*names: str, positions: int) -> Recorder:
     torch.manual_seed(0)
     ids = torch.ones(3, positions, dtype=torch.long)
-    rnet = Recorder(Placed().eval(), input_data=ids)
-    rnet.record(*names)
-    return rnet
+    return recorder_of(Placed().eval(), *names, input_data=ids)
 
 
 @pytest.mark.parametrize("positions", [5, 7])

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from scio_recorder import CollectError, Recorder, RecordingError, open_recording
 from scio_recorder.stores import Disk
+from tests.recording.nets import recorder_of
 
 SIZE, BATCH, WORLD = 11, 2, 2
 
@@ -44,9 +45,7 @@ def make_net() -> nn.Sequential:
 
 
 def make_recorder(net: nn.Module | None = None) -> Recorder:
-    rnet = Recorder(net or make_net(), input_size=(2, 3))
-    rnet.record(nn.Linear)
-    return rnet
+    return recorder_of(net or make_net(), nn.Linear, input_size=(2, 3))
 
 
 def make_loader(**options: Any) -> DataLoader[Any]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from scio_recorder import Recorder
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions import Alive
+from tests.recording.nets import recorder_of
 
 torch.manual_seed(0)
 DATA = torch.randn(24, 6, 3).tanh()
@@ -84,8 +84,7 @@ def test_the_table_of_a_recording_knows_them() -> None:
     with torch.no_grad():
         net[0].bias[:] = torch.tensor([-100.0, 1.0, 1.0, -100.0])
         net[2].bias[:] = torch.tensor([90.0, 0.0, 0.0, 0.0, 0.0])
-    rnet = Recorder(net, input_size=(1, 3), verbose=0)
-    rnet.record("1", "2", "3")
+    rnet = recorder_of(net, "1", "2", "3", input_size=(1, 3), verbose=0)
     batches = [torch.randn(8, 3) for _ in range(3)]
     frame = rnet.collect(batches, reduce={"2": Alive()}, progress=False).to_frame()
     relu, linear, tanh = (frame.loc[label] for label in ("1-2", "1-3", "1-4"))

@@ -18,6 +18,7 @@ from scio_recorder.reductions import Histogram, Last, Moments, Quantiles, Reduct
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import writer
 from scio_recorder.testing.undisturbed import assert_same
+from tests.recording.nets import interrupt, recorder_of
 
 
 def test_summaries_of_much_data() -> None:
@@ -96,15 +97,8 @@ COMMITS: dict[str, Any] = {
 
 def interrupted(path: Path, data: list[Tensor], reduce: Reduction) -> Recorder:
     """Collect two batches, of which one commit is written, and return the recorder."""
-    rnet = Recorder(nn.Linear(3, 2), input_size=(1, 3), verbose=0)
-    rnet.record("0-1")
-
-    def loader() -> Iterator[Tensor]:
-        yield from data[:2]
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        rnet.collect(loader(), store=Disk(path), reduce=reduce)
+    rnet = recorder_of(nn.Linear(3, 2), "0-1", input_size=(1, 3), verbose=0)
+    interrupt(rnet, data, Disk(path), 2, reduce=reduce)
     return rnet
 
 

@@ -31,6 +31,7 @@ from scio_recorder.reductions import (
     Reduction,
     TopK,
 )
+from tests.recording.nets import recorder_of
 
 # They return a value to Python.
 WAITS = {"_local_scalar_dense", "equal", "nonzero", "is_nonzero"}
@@ -156,8 +157,7 @@ def tiny_gpt() -> tuple[Recorder, Tensor]:
         n_layer=LAYERS, n_embd=16, n_head=2, vocab_size=50, n_positions=16, use_cache=False
     )
     ids = torch.randint(0, 50, (2, 8))
-    rnet = Recorder(GPT2Model(config).eval(), input_data=ids, verbose=0)
-    rnet.record(re.compile(r"^h\.\d+$"))
+    rnet = recorder_of(GPT2Model(config).eval(), re.compile(r"^h\.\d+$"), input_data=ids, verbose=0)
     return rnet, ids
 
 

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from scio_recorder import Recorder, Tokens
+from scio_recorder import Tokens
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions import TopK, TopKResult
+from tests.recording.nets import recorder_of
 from tests.reductions.parts import Plan, plans, reduce_in_parts
 
 torch.manual_seed(0)
@@ -117,8 +118,7 @@ def test_arguments_that_can_not_be() -> None:
 def test_tokens_have_ids_of_their_own() -> None:
     words = torch.tensor([[0, 5, 6, 7], [1, 8, 9, 0]])
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
-    rnet = Recorder(nn.Embedding(10, 3), input_data=words[:, :3], verbose=0)
-    rnet.record("0-1")
+    rnet = recorder_of(nn.Embedding(10, 3), "0-1", input_data=words[:, :3], verbose=0)
     rows = Tokens(mask=lambda batch: batch["mask"])
     batch = {"input": words, "mask": mask, "text": [5, 6], "token": torch.arange(8).view(2, 4)}
     reduce = [TopK(2, lambda batch: batch["text"]), TopK(2, lambda batch: batch["token"])]

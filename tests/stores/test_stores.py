@@ -27,7 +27,7 @@ from scio_recorder.stores.disk_format import folder, tensor_file
 from scio_recorder.stores.disk_format.tensor_file import BLOCK_BYTES
 from scio_recorder.stores.memory import HostBuffer
 from scio_recorder.testing import StoreTests
-from tests.recording.nets import Pair, assert_same, batches, expected, recorder
+from tests.recording.nets import Pair, assert_same, batches, expected, recorder, recorder_of
 
 
 def inferred(x):
@@ -104,18 +104,6 @@ def test_tensors_are_ordinary_whatever_mode_collects(mode, tmp_path):
         assert_same(recording, wanted)
         assert not recording["1-1"][:].is_inference()
         torch.ones(6, requires_grad=True).mul(recording["1-1"]).sum().backward()
-
-
-def test_nans_are_kept_and_counted(tmp_path):
-    data = batches(3, 2)
-    data[0][1, 2] = data[1][0, 0] = torch.nan
-    rnet = Recorder(nn.Identity(), input_size=(1, 4))
-    rnet.record("0-1")
-    for store in ("host", f"disk:{tmp_path}/run"):
-        recording = rnet.collect(data, store=store)
-        assert torch.equal(recording["0-1"][:].isnan(), torch.cat(data).isnan())
-        assert recording.num_nans("0-1") == 2
-        assert recording.to_frame().loc["0-1", "nan"] == 2
 
 
 def address(recording, label="1-1"):
@@ -247,8 +235,7 @@ def test_what_is_no_place_makes_no_folder_of_that_name(place, tmp_path, monkeypa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("known", [True, False])
 def test_from_a_gpu(known, tmp_path):
-    rnet = Recorder(recorder().net.cuda(), input_data=torch.randn(2, 4, device="cuda"))
-    rnet.record("*")
+    rnet = recorder_of(recorder().net.cuda(), "*", input_data=torch.randn(2, 4, device="cuda"))
     data = [batch.cuda() for batch in batches(*[64] * 20, 3)]
     wanted = expected(rnet, data)
     host = Host()
@@ -291,22 +278,6 @@ def test_pages_are_there_before_a_batch_is_written_and_no_others():
     assert 900 * 4096 < process.memory_info().rss - resident < 2000 * 4096
 
 
-def test_no_thread_is_left(tmp_path):
-    net, data = nn.Identity(), [torch.ones(2, 3)] * 4
-
-    def threads():
-        return [thread for thread in threading.enumerate() if thread.name.startswith("scio-")]
-
-    rnet = Recorder(net, input_size=(1, 3), verbose=0)
-    rnet.record("0-1")
-    for store in ("host", "device", "auto", f"disk:{tmp_path / 'run'}"):
-        rnet.collect(data, store=store)
-        assert not threads()
-        with pytest.raises(TypeError):
-            rnet.collect([*data, None], store="host", to_inputs=lambda batch: batch + 1)
-        assert not threads()
-
-
 def test_bytes_come_from_the_shapes_at_labelling():
     rnet = recorder("0", "3")
     plan = rnet.plan(1000)
@@ -314,8 +285,7 @@ def test_bytes_come_from_the_shapes_at_labelling():
     assert plan.total_bytes == 36000
     assert set(plan.free_bytes) >= {"host", "disk"}
     assert "1-1 0 (Linear)" in str(plan)
-    pair = Recorder(Pair(), input_size=(5, 4))
-    pair.record("0-1")
+    pair = recorder_of(Pair(), "0-1", input_size=(5, 4))
     assert pair.plan(10).total_bytes == 10 * 2 * 4 * 4
 
 
@@ -341,8 +311,7 @@ def test_auto_raises_with_the_plan_where_there_is_no_room(monkeypatch):
 
 def test_auto_plans_for_rows_where_there_are_some(monkeypatch):
     net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
-    rnet = Recorder(net, input_size=(2, 5, 4))
-    rnet.record("0", "1")
+    rnet = recorder_of(net, "0", "1", input_size=(2, 5, 4))
     # Six tokens a batch, which have 6 and 3 numbers; labelled with ten.
     data = [{"input": torch.randn(2, 3, 4)}] * 2
     monkeypatch.setattr(planning, "_free_host_bytes", lambda: 12 * 24)
@@ -418,8 +387,7 @@ def test_a_working_directory_that_was_deleted_has_a_disk(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    rnet = Recorder(nn.Linear(2, 3), input_size=(1, 2))
-    rnet.record("")
+    rnet = recorder_of(nn.Linear(2, 3), "", input_size=(1, 2))
     batches = [torch.ones(4, 2)]
     assert torch.equal(rnet.collect(batches, progress=False)[0, 1], rnet.net(batches[0]))
 
@@ -458,8 +426,7 @@ def test_copies_checksums_and_writes_overlap(tmp_path, monkeypatch):
 
     monkeypatch.setattr(folder, "write_at", writing)
     monkeypatch.setattr(tensor_file, "checksum", digesting)
-    rnet = Recorder(nn.Identity(), input_size=(1, blocks, BLOCK_BYTES // 4))
-    rnet.record("0-1")
+    rnet = recorder_of(nn.Identity(), "0-1", input_size=(1, blocks, BLOCK_BYTES // 4))
     data = [torch.full((1, blocks, BLOCK_BYTES // 4), float(i)) for i in range(chunks)]
     store = Disk(tmp_path / "run", chunk_bytes=blocks * BLOCK_BYTES)
     recording = rnet.collect(data, store=store, transform=copying)
@@ -494,8 +461,7 @@ def test_copies_go_on_while_the_disk_makes_a_chunk_durable(tmp_path, monkeypatch
         fsync(descriptor)
 
     monkeypatch.setattr(folder, "fsync", syncing)
-    rnet = Recorder(nn.Identity(), input_size=(1, num_bytes // 4))
-    rnet.record("0-1")
+    rnet = recorder_of(nn.Identity(), "0-1", input_size=(1, num_bytes // 4))
     data = [torch.full((1, num_bytes // 4), float(i)) for i in range(chunks)]
     rnet.collect(data, store=Disk(tmp_path / "run", chunk_bytes=num_bytes), transform=copying)
     assert begun == {"copy": chunks, "sync": chunks}
