@@ -43,6 +43,12 @@ def numbers(loader: Any) -> list[list[int]]:
     return [known["sample"].tolist() for _, known in loader]
 
 
+def shuffled(recording: Recording, *names: str, **options: Any) -> Any:
+    """Return rows in random order with what is known of each, from a small buffer."""
+    usual = {"batch_size": 4, "shuffle": True, "with_rows": True, "buffer_bytes": 900}
+    return recording.loader(*names, **{**usual, **options})
+
+
 def flat(parts: Any) -> list[int]:
     return [row for part in parts for row in part]
 
@@ -74,13 +80,8 @@ def wide(path: Any, rows: int = 2048, features: int = 1024, chunks: int = 4) -> 
     ],
 )
 def test_every_row_comes_once(recording, shuffle, buffer_bytes, batch_size):
-    loader = recording.loader(
-        *("0", "3"),
-        batch_size=batch_size,
-        shuffle=shuffle,
-        buffer_bytes=buffer_bytes,
-        with_rows=True,
-    )
+    options = {"batch_size": batch_size, "shuffle": shuffle, "buffer_bytes": buffer_bytes}
+    loader = recording.loader("0", "3", with_rows=True, **options)
     given = list(loader)
     assert len(given) == len(loader) == math.ceil(ROWS / batch_size)
     rows = torch.cat([known["sample"] for _, known in given])
@@ -114,7 +115,7 @@ def test_one_layer_is_a_tensor_and_none_are_all_that_have_rows(recording):
 )
 def test_dtypes(dtype, store, tmp_path):
     recording = collected(store, tmp_path, dtype=dtype)
-    loader = recording.loader("0", batch_size=8, shuffle=True, with_rows=True, buffer_bytes=900)
+    loader = shuffled(recording, "0", batch_size=8)
     for batch, known in loader:
         assert batch.dtype == dtype
         wanted = recording["0"][:].view(torch.uint8)[known["sample"]]
@@ -139,16 +140,14 @@ def test_batches_belong_to_the_caller(recording):
 
 def test_seed_and_epoch_decide_the_order(recording):
     def order(seed: int = 0, epoch: int = 0) -> list[list[int]]:
-        loader = recording.loader(
-            "0", batch_size=8, shuffle=True, seed=seed, with_rows=True, buffer_bytes=900
-        )
+        loader = shuffled(recording, "0", batch_size=8, seed=seed)
         loader.set_epoch(epoch)
         return numbers(loader)
 
     found = [order(), order(seed=1), order(epoch=1), order(seed=1, epoch=1)]
     assert found == [order(), order(seed=1), order(epoch=1), order(seed=1, epoch=1)]
     assert len({str(one) for one in found}) == 4
-    loader = recording.loader("0", batch_size=8, shuffle=True, with_rows=True, buffer_bytes=900)
+    loader = shuffled(recording, "0", batch_size=8)
     assert numbers(loader) == numbers(loader) == found[0]
     loader.set_epoch(1)
     assert numbers(loader) == found[2]
@@ -254,16 +253,8 @@ def test_ranks_and_workers_share_the_rows(
         share, given = [], 0
         for worker in range(workers):
             as_worker(monkeypatch, worker, workers)
-            loader = recording.loader(
-                *("0",),
-                batch_size=4,
-                shuffle=shuffle,
-                rank=rank,
-                world_size=ranks,
-                drop_last=drop_last,
-                buffer_bytes=900,
-                with_rows=True,
-            )
+            options = {"shuffle": shuffle, "rank": rank, "world_size": ranks}
+            loader = shuffled(recording, "0", drop_last=drop_last, **options)
             parts = numbers(loader)
             share += flat(parts)
             given += len(parts)
@@ -293,7 +284,7 @@ def test_ranks_are_those_of_torch_distributed(recording, monkeypatch):
 
 def test_a_data_loader_divides_the_work(tmp_path):
     recording = collected("disk", tmp_path)
-    loader = recording.loader("0", batch_size=4, shuffle=True, with_rows=True, buffer_bytes=900)
+    loader = shuffled(recording, "0")
     served = DataLoader(loader, batch_size=None, num_workers=2)
     found = [known["sample"].tolist() for _, known in served]
     assert len(found) == len(served) == len(loader)
@@ -303,14 +294,14 @@ def test_a_data_loader_divides_the_work(tmp_path):
     with pytest.raises(ArgumentError, match=r"workers read this epoch.*set_epoch"):
         loader.state_dict()
     loader.set_epoch(1)
-    again = recording.loader("0", batch_size=4, shuffle=True, with_rows=True, buffer_bytes=900)
+    again = shuffled(recording, "0")
     again.load_state_dict(loader.state_dict())
     assert numbers(again) == numbers(loader)
     assert loader.state_dict()["batches"] == len(found)
 
 
 def test_workers_do_not_go_on_inside_an_epoch(recording, monkeypatch):
-    loader = recording.loader("0", batch_size=4, shuffle=True, with_rows=True)
+    loader = shuffled(recording, "0")
     whole = numbers(loader)
     loader.load_state_dict({**loader.state_dict(), "batches": 5})
     with monkeypatch.context() as patch:
@@ -325,7 +316,7 @@ def test_workers_do_not_go_on_inside_an_epoch(recording, monkeypatch):
 
 @pytest.mark.campaign
 def test_workers_that_persist_see_the_epoch(recording):
-    loader = recording.loader("0", batch_size=4, shuffle=True, with_rows=True)
+    loader = shuffled(recording, "0")
     served = DataLoader(loader, batch_size=None, num_workers=1, persistent_workers=True)
     first = [known["sample"].tolist() for _, known in served]
     loader.set_epoch(1)
@@ -340,13 +331,13 @@ def test_workers_that_persist_see_the_epoch(recording):
 
 
 def numbers_of(recording: Recording, epoch: int) -> list[list[int]]:
-    loader = recording.loader("0", batch_size=4, shuffle=True, with_rows=True)
+    loader = shuffled(recording, "0")
     loader.set_epoch(epoch)
     return numbers(loader)
 
 
 def test_a_loader_travels_to_another_process(recording):
-    loader = recording.loader("0", "3", batch_size=4, shuffle=True, with_rows=True)
+    loader = shuffled(recording, "0", "3")
     loader.set_epoch(2)
     for again in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
         assert numbers(again) == numbers(loader)
@@ -365,9 +356,7 @@ def test_shards_of_several_processes_complete_or_not(tmp_path):
         )
         recording = open_recording(tmp_path)
         assert recording.complete == (rank == 1)
-        found = list(
-            recording.loader("3", batch_size=4, shuffle=True, with_rows=True, buffer_bytes=300)
-        )
+        found = list(shuffled(recording, "3", buffer_bytes=300))
         rows = torch.cat([known["sample"] for _, known in found])
         assert sorted(rows.tolist()) == list(range(recording.num_samples))
         assert torch.equal(torch.cat([batch for batch, _ in found]), recording["3"][:][rows])

@@ -115,19 +115,6 @@ def test_numbers_of_no_process(tmp_path, numbers):
         Disk(tmp_path, **numbers)
 
 
-def test_two_processes_with_one_number(tmp_path):
-    second: list[BaseException] = []
-
-    def batches_of_the_first() -> Any:
-        yield from data_of(0)
-        with pytest.raises(RecordingError) as caught:
-            fill(tmp_path, 0, resume=True)
-        second.append(caught.value)
-
-    fill(tmp_path, 0, data=batches_of_the_first())
-    assert "another writer" in str(second[0])
-
-
 def reductions() -> list[Any]:
     return [
         Moments(),

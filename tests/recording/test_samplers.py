@@ -32,6 +32,8 @@ from tests.recording.loaders import (
 )
 from tests.recording.nets import Sizes, recorder_of
 
+BY_VALUE: dict[str, Any] = {"sample_ids": lambda batch: batch[:, 0].int()}
+
 
 def recorder(*selectors: str, net: nn.Module | None = None, **options: Any) -> Recorder:
     rnet = Recorder(net or nn.Sequential(nn.Identity(), nn.Tanh()), input_size=(1, 2))
@@ -70,12 +72,12 @@ def test_every_sample_once(tmp_path, loader, size, world, batch):
 @pytest.mark.parametrize("loader", [of_lightning, predicting])
 def test_other_samplers_need_ids(tmp_path, loader):
     """Their order may draw random numbers, so they are not asked twice."""
-    data, ids = Numbers(8), {"sample_ids": lambda batch: batch[:, 0].int()}
+    data = Numbers(8)
     loaders = [loader(data, rank, 2, 3) for rank in range(2)]
     with pytest.raises(CollectError, match=r"not known which samples a .*sample_ids=lambda"):
         collect(tmp_path / "none", loaders)
     assert not (tmp_path / "none").exists()
-    recording = collect(tmp_path / "run", loaders, **ids)
+    recording = collect(tmp_path / "run", loaders, **BY_VALUE)
     assert sorted(recording.sample_ids) == list(range(8))
     assert torch.equal(recording["0"][:, 0].int(), torch.tensor(recording.sample_ids.tolist()))
 
@@ -89,29 +91,27 @@ def test_what_accelerate_deals_out_is_not_followed(tmp_path, kind):
             IterableDatasetShard(Stream(8), 2, num_processes=2, process_index=rank), batch_size=2
         )
 
-    ids = {"sample_ids": lambda batch: batch[:, 0].int()}
     with pytest.raises(CollectError, match=r"Accelerate.*DistributedSampler, or write sample_ids"):
-        collect(tmp_path / "none", [loader(0)], **ids)
+        collect(tmp_path / "none", [loader(0)], **BY_VALUE)
     assert not (tmp_path / "none").exists()
     # Elsewhere than on a disk, each process has what it has.
     assert recorder().collect(loader(1), store="host").num_samples == 4
     # Who says whose samples they are is taken at his word.
     for rank in range(2):
         store = Disk(tmp_path / "run", rank=rank, world_size=2)
-        recorder().collect(loader(rank), store=store, **ids)
+        recorder().collect(loader(rank), store=store, **BY_VALUE)
     assert sorted(open_recording(tmp_path / "run").sample_ids) == list(range(8))
 
 
 def test_repeats_that_nobody_drops_are_refused_by_their_ids(tmp_path):
-    ids = {"sample_ids": lambda batch: batch[:, 0].int()}
     for rank in range(2):
         store = Disk(tmp_path / "run", rank=rank, world_size=2)
         loader = accelerated(Numbers(7), rank, 2, 2)
         if rank == 0:
-            recorder().collect(loader, store=store, **ids)
+            recorder().collect(loader, store=store, **BY_VALUE)
         else:
             with pytest.raises(CollectError, match=r"two samples have the id \d.*repeats"):
-                recorder().collect(loader, store=store, **ids)
+                recorder().collect(loader, store=store, **BY_VALUE)
 
 
 class Labelled(Numbers):
@@ -228,19 +228,17 @@ def test_what_cannot_be_known_is_refused_before_anything_runs(tmp_path, loader, 
     assert not ran
     assert not (tmp_path / "run").exists()
     # Who says whose samples they are is taken at his word, and so is who keeps them elsewhere.
-    own = {"sample_ids": lambda batch: batch[:, 0].int()}
     with_rank = Disk(tmp_path / "run", rank=1, world_size=2)
-    number = rnet.collect(loader(), store=with_rank, **own).num_samples
+    number = rnet.collect(loader(), store=with_rank, **BY_VALUE).num_samples
     assert number == rnet.collect(loader(), store="host").num_samples > 0
     assert open_recording(tmp_path / "run").num_samples == number
 
 
 def test_an_order_of_its_own_without_repeats(tmp_path):
-    ids = {"sample_ids": lambda batch: batch[:, 0].int()}
-    recording = collect(tmp_path / "even", [bucketed(8, rank) for rank in range(2)], **ids)
+    recording = collect(tmp_path / "even", [bucketed(8, rank) for rank in range(2)], **BY_VALUE)
     assert sorted(recording.sample_ids) == list(range(8))
     loaders = [bucketed(9, rank, drop_last=True) for rank in range(2)]
-    recording = collect(tmp_path / "less", loaders, **ids)
+    recording = collect(tmp_path / "less", loaders, **BY_VALUE)
     assert recording.num_samples == 8
     assert torch.equal(recording["0"][:, 0].int(), torch.tensor(recording.sample_ids.tolist()))
 
@@ -299,9 +297,8 @@ def test_a_part_is_for_one_process(tmp_path):
         recorder().collect_parts(
             lambda part: distributed(Numbers(4), part, 2, 2), 2, store=f"disk:{tmp_path}/run"
         )
-    stream = {"sample_ids": lambda batch: batch[:, 0].int()}
     recording = recorder().collect_parts(
-        lambda part: DataLoader(Stream(4), 2), 1, store=f"disk:{tmp_path}/stream", **stream
+        lambda part: DataLoader(Stream(4), 2), 1, store=f"disk:{tmp_path}/stream", **BY_VALUE
     )
     assert list(recording.sample_ids) == [0, 1, 2, 3]
 
@@ -352,7 +349,6 @@ def test_one_replica_and_other_samplers_do_not_split(tmp_path):
 
 def test_a_process_without_batches_waits_for_another(tmp_path):
     data, store = Numbers(3), f"disk:{tmp_path}"
-    ids = {"sample_ids": lambda batch: batch[:, 0].int()}
 
     class Uneven(Sampler[int]):
         def __init__(self, rank: int) -> None:
@@ -368,12 +364,12 @@ def test_a_process_without_batches_waits_for_another(tmp_path):
 
     def later() -> None:
         begun.wait(30)
-        recorder().collect(loader(0), store=store, **ids)
+        recorder().collect(loader(0), store=store, **BY_VALUE)
 
     other = threading.Thread(target=later)
     other.start()
     threading.Timer(0.3, begun.set).start()
-    own = recorder().collect(loader(1), store=store, **ids)
+    own = recorder().collect(loader(1), store=store, **BY_VALUE)
     other.join()
     assert own.num_samples == 0
     assert sorted(open_recording(tmp_path).sample_ids) == [0, 1, 2]
