@@ -91,6 +91,9 @@ class Setting:
         The same for the inputs of each entry, whose call is known only when it returns.
     fast : list of bool
         For each entry, whether a hook need only note its output.
+    noted : dict of int to int
+        The entries of functions whose inputs need only be noted with the output, and the position
+        of the call of each.
     is_new : bool
         Whether no pass has ended yet.
     counts_writes : bool
@@ -104,6 +107,7 @@ class Setting:
         self.input_kinds = [kind] * len(program.positions)
         self.is_new = self.counts_writes = True
         self.fast = program.never_fast
+        self.noted: dict[int, int] = {}
         self.is_fast = False
         # The layers whose outputs were searched for tensors that no copy can have, each with the
         # types of what was searched.
@@ -116,23 +120,30 @@ class Setting:
             kinds[what][position] = max(kinds[what][position], kind)
         # Another thread may have learned more in the meantime.
         if kinds != before and before is self.kinds:
-            options, labels = self._program.options, self._program.labels
-            is_simple = not (options.inputs or options.gradients or options.offload)
-            self.fast = [
-                is_simple
-                and all(
-                    self._program.callers[at] is None
-                    and kinds[OUTPUT][at] == BARE
-                    and labels[at] not in self._program.slow
-                    for at in positions
-                )
-                for positions in self._program.positions
-            ]
-            of_calls = [[kinds[INPUT][at] for at in places] for places in self._program.positions]
+            program, options = self._program, self._program.options
+            of_calls = [[kinds[INPUT][at] for at in places] for places in program.positions]
             self.input_kinds = [
                 LEARN if LEARN in own else max(own, default=COPY) for own in of_calls
             ]
-            self.kinds, self.is_fast = kinds, all(self.fast)
+            is_simple = not (options.inputs or options.gradients or options.offload)
+            fast = [
+                is_simple
+                and all(
+                    program.callers[at] is None
+                    and kinds[OUTPUT][at] == BARE
+                    and program.labels[at] is not None
+                    for at in positions
+                )
+                for positions in program.positions
+            ]
+            self.noted = {
+                entry: program.positions[entry][0]
+                for entry in program.keeps_inputs
+                if fast[entry] and of_calls[entry] == [BARE]
+            }
+            self.is_fast = all(fast) and len(self.noted) == len(program.keeps_inputs)
+            self.fast = [each and at not in program.keeps_inputs for at, each in enumerate(fast)]
+            self.kinds = kinds
 
     def copy(self, label: RowIdx) -> None:
         """Copy what is kept of a layer, and of its attention, from the next pass on."""

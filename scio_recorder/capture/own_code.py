@@ -9,7 +9,7 @@ its fast paths, which torch does not take under a mode. Both are done around the
 hooks, which don't run after an interruption.
 
 Hooks of the module run inside its call, and are no own code, whoever has added them. So the mode
-begins paused: the last hook before the forward resumes it, and the first behind it pauses it again.
+begins paused: the last hook before the forward resumes it, and the first behind it leaves it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from scio_recorder.nets.operations import (
     returns_tensors,
     unseen,
 )
+from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
+from scio_recorder.tensors.ownership import plain_version
 
 
 class _Functions(dict[Any, Any]):
@@ -59,8 +61,10 @@ class _RecordingMode(LibraryMode):
         self._hooks = hooks
         # That of the pass, if hooks may simply append to it.
         self._log = log
+        self._pass = current
         # When a region runs again, only post-processors act, perhaps on inputs.
         self._sees_inputs = current is None or current.sees_inputs
+        self._noted = {} if current is None else current.noted
         # The names of those that post-processors change; None if that is not known.
         self._changed = None if current is None else current.posts.operations
         # To look takes long. The first pass of a setting shows if compiled functions are called.
@@ -73,9 +77,17 @@ class _RecordingMode(LibraryMode):
             return func(*args, **(kwargs or {}))
         if self._looks_around and self._code.is_unseen():
             return func(*args, **(kwargs or {}))
-        if self._sees_inputs:
-            return _take_inputs(hook, func, args, kwargs or {}, self._changed)
-        output = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        position, versions = self._noted.get(hook.index), None
+        if position is not None:
+            versions = plain_version((args, tuple(kwargs.values())))
+        if self._sees_inputs or (position is not None and versions is None):
+            # On the fast path, its hook would lose the inputs.
+            self._code.site.local.log = None
+            return _take_inputs(hook, func, args, kwargs, self._changed)
+        output = func(*args, **kwargs)
+        if position is not None:
+            self._pass.inputs.append((position, Inputs(args, dict(kwargs)), versions))
         log = self._log
         if log is not None and isinstance(output, Tensor):
             try:
@@ -140,6 +152,19 @@ def run_in_mode(
     outer, own = local.own_code, None if mode_of is None else mode_of()
     if outer is own is None:
         return call(*args, **kwargs)
+    if own is None and private.is_innermost(outer):
+        # What own code calls most.
+        num_left = private.num_function_modes() - 1
+        try:
+            local.own_code = None
+            private.leave_function_mode()
+            return call(*args, **kwargs)
+        finally:
+            if private.num_function_modes() == num_left:
+                private.enter_function_mode(outer)
+            else:
+                private.replace_function_mode(None, outer, 0)
+            local.own_code = outer
     num_above = None if outer is None else private.function_modes_above(outer)
     try:
         local.own_code = own
@@ -261,3 +286,6 @@ class OwnCodeHook(Uncopied):
         own = self.local.own_code
         if own is not None and not torch.compiler.is_dynamo_compiling():
             own.is_paused = True
+            # Hooks ask tensors for their versions, which a mode that is paused would see.
+            if private.is_innermost(own):
+                private.leave_function_mode()

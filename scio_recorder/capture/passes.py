@@ -175,9 +175,11 @@ class Pass:
         num_labelled = len(program.order) + len(program.hidden)
         self._left = num_labelled if stops and program.counts_calls else None
         options = program.options
-        # Whether anything looks at the inputs of operations.
-        self.sees_inputs = bool(program.keeps_inputs or options.gradients or posts.acts)
         is_simple = not posts.acts and records_outputs and sink is None and not stops
+        self.noted = setting.noted if is_simple else {}
+        # Whether anything looks at the inputs of operations before these run.
+        keeps_others = len(program.keeps_inputs) > len(self.noted)
+        self.sees_inputs = bool(keeps_others or options.gradients or posts.acts)
         # Whether a plain value need only be noted.
         self._notes = is_simple and not (options.gradients or options.offload)
         self.fast = setting.fast if is_simple else program.never_fast
@@ -188,7 +190,7 @@ class Pass:
         self.log: list[Any] = []
         # By position, with versions; a position has several only if calls are not counted. The call
         # that received inputs is known only when it returns.
-        self._inputs: list[tuple[int, Any, Any]] = []
+        self.inputs: list[tuple[int, Any, Any]] = []
         # How often each module, and own code, has started. A Counter takes longer to construct.
         self.starts: dict[object, int] = {}
         self._pending: dict[int, list[_PendingInputs]] = {}
@@ -287,7 +289,7 @@ class Pass:
         if label is not None and self._sink is not None:
             self._sink.receive_inputs(label, kept)
         elif label is not None:
-            self._inputs.append((position, kept, versions))
+            self.inputs.append((position, kept, versions))
             if moment is not None:
                 self.moments[label] = moment
 
@@ -318,7 +320,7 @@ class Pass:
 
     def abandon(self) -> None:
         """Drop everything: a traceback may keep this object alive."""
-        for held in (self.log, self._inputs, self._pending, self.moments):
+        for held in (self.log, self.inputs, self._pending, self.moments):
             held.clear()
         self._keeper = None
         self.gradients = None
@@ -388,7 +390,7 @@ class Pass:
                 self._check_counts(modules)
             self._positions = self._positions_of(modules)
         outputs = zip(self._positions, log[1::3], log[2::3], strict=True)
-        inputs = sorted(self._inputs, key=operator.itemgetter(0))
+        inputs = sorted(self.inputs, key=operator.itemgetter(0))
         kept = KeptCalls(program, outputs if self._keeps_outputs else (), inputs)
         activations = Records(program.architecture, kept.activations)
         if self._keeper is not None:
@@ -397,7 +399,7 @@ class Pass:
             self._keeper.end()
         # What else holds a tensor is asked when it is read, as at once inside `watch`.
         log.clear()
-        self._inputs = []
+        self.inputs = []
         # A pass that keeps nothing leaves it open what the network overwrites.
         self.setting.is_new &= not self._keeps_outputs
         if self._sink is not None and not (self._hands_on or self.is_bare):
@@ -432,7 +434,7 @@ class Pass:
 
     def _learn(self) -> None:
         outputs = zip(self._positions, self.log[1::3], self.log[2::3], strict=True)
-        calls = [(OUTPUT, *call) for call in outputs] + [(INPUT, *call) for call in self._inputs]
+        calls = [(OUTPUT, *call) for call in outputs] + [(INPUT, *call) for call in self.inputs]
         kept = [
             (what, position, value, self.kinds[what][position])
             for what, position, value, _ in calls

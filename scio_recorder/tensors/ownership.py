@@ -139,15 +139,20 @@ def plain_version(value: Any) -> Any:
     """
     kind = type(value)
     if kind is Tensor or kind is Parameter:
-        return None if value.is_inference() else value._version
+        try:
+            return value._version
+        except RuntimeError:
+            # Of inference mode.
+            return None
     if kind is not tuple:
         return None
     versions = []
     for part in value:
-        kind = type(part)
-        version = None if kind in _CONSTANTS else plain_version(part)
-        if version is None and kind not in _CONSTANTS:
-            return None
+        version = None
+        if type(part) not in _CONSTANTS:
+            version = plain_version(part)
+            if version is None:
+                return None
         versions.append(version)
     return tuple(versions)
 

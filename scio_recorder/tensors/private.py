@@ -640,10 +640,29 @@ def set_function_modes(modes: list[Any]) -> None:
         torch._C._push_on_torch_function_stack(mode)
 
 
+# Returns the number of function modes of this thread.
+num_function_modes: Callable[[], int] = lookup(
+    "torch._C._len_torch_function_stack", "recording operations"
+)
+# Enters a function mode inside of all others.
+enter_function_mode: Callable[[Any], None] = lookup(
+    "torch._C._push_on_torch_function_stack", "recording operations"
+)
+# Leaves the innermost function mode.
+leave_function_mode: Callable[[], Any] = lookup(
+    "torch._C._pop_torch_function_stack", "recording operations"
+)
+
+
+def is_innermost(mode: Any) -> bool:
+    """Whether no function mode of this thread is inside of one, which is active."""
+    count = torch._C._len_torch_function_stack()
+    return bool(count) and torch._C._get_function_stack_at(count - 1) is mode
+
+
 def function_modes_above(mode: Any) -> int | None:
     """Return the number of function modes of this thread inside of one; None if it is not there."""
-    count = torch._C._len_torch_function_stack()
-    if count and torch._C._get_function_stack_at(count - 1) is mode:
+    if is_innermost(mode):
         return 0
     modes = function_modes()
     return modes[::-1].index(mode) if mode in modes else None
@@ -655,6 +674,8 @@ def replace_function_mode(old: Any, new: Any, num_above: int) -> None:
     None stands for no mode. What is left already, or entered, stays so.
     """
     count = torch._C._len_torch_function_stack()
+    if not count and new is None:
+        return
     innermost = torch._C._get_function_stack_at(count - 1) if count else None
     if num_above or (innermost is new if old is None else innermost is not old):
         modes = [mode for mode in function_modes() if mode is not old and mode is not new]

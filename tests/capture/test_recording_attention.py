@@ -594,3 +594,23 @@ def test_what_was_lost_once_is_copied_from_then_on() -> None:
         rnet(x)
     weights = (x.double() @ x.double().mT / 2).softmax(-1)
     assert (rnet.attention[""].weights() - weights).abs().max() < 1e-6
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def test_a_mask_whose_writes_are_not_counted_comes_late() -> None:
+    x, mask = torch.randn(1, 2, 3, 4), torch.randn(3, 3)
+    expected = (x.double() @ x.double().mT / 2 + mask.double()).softmax(-1)
+    rnet = Recorder(Masked(), input_data=(x, mask))
+    rnet.record("", attention=True)
+    with torch.inference_mode():
+        uncounted = mask + 0
+    with torch.no_grad():
+        for given in (mask, mask, uncounted):
+            rnet(x, given)
+    with torch.inference_mode():
+        uncounted.zero_()
+    assert (rnet.attention[""].weights() - expected).abs().max() < 1e-6

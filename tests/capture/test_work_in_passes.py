@@ -168,6 +168,15 @@ def test_passes_add_no_operation_and_ask_for_no_value(
     assert recorded == bare
 
 
+def test_attention_is_noted_in_one_step() -> None:
+    net, ids = language_model()
+    with torch.no_grad():
+        rnet = recorder(net, ids, "h.*.attn", attention=True)
+        calls = calls_in(lambda: rnet(ids))
+        assert calls["_RecordingMode.__torch_function__"]
+        assert not calls["_take_inputs"] + calls["Pass.receive"]
+
+
 def test_inputs_of_layers_are_recorded_without_asking_for_a_value() -> None:
     net, ids = language_model()
     with torch.no_grad():
