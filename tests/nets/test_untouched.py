@@ -414,17 +414,6 @@ def test_a_recorder_in_the_net_is_as_before(can_be_copied: bool) -> None:
     assert not torch.equal(rnet.activations["inner"], before[0])
 
 
-@pytest.mark.parametrize("asks", [False, True])
-def test_a_forward_inside_a_closure_leads_to_the_net_itself(asks: bool) -> None:
-    norm = nn.BatchNorm1d(4)
-    inner = norm.forward
-    norm.forward = lambda x: inner(x)
-    net = Composed(lambda net, x: net.norm(x) / (x.abs().max().item() if asks else 1.0), norm=norm)
-    label(net)
-    assert net.norm.running_mean is not None
-    assert net.norm.running_mean.tolist() == [0] * 4
-
-
 def test_a_number_of_a_weight_that_is_written_behind_the_counters_is_put_back() -> None:
     net = nn.Linear(64, 64)
     before = net.weight.detach().clone()

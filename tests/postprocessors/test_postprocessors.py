@@ -143,6 +143,7 @@ def test_pickle_and_copy(make: Any, by_hand: Any) -> None:
         torch.testing.assert_close(clone(activation()), by_hand(activation()), rtol=0, atol=0)
 
 
+@pytest.mark.campaign
 def test_structures_compile_too() -> None:
     compiled = torch.compile(Clip(0.5).__call__, fullgraph=True, backend="aot_eager")
     x = activation()
