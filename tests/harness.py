@@ -96,10 +96,15 @@ def by_default(cases: Iterable[Case], names: Iterable[str]) -> list[Any]:
 
 
 def recorder(
-    net: nn.Module, *selectors: Any, input_size: tuple[int, ...] = (3, 4), **options: Any
+    net: nn.Module,
+    *selectors: Any,
+    input_size: tuple[int, ...] = (3, 4),
+    input_data: Any = None,
+    **options: Any,
 ) -> Recorder:
-    """Label a net and record what is selected, or all its layers."""
-    rnet = Recorder(net, input_size=input_size, verbose=0)
+    """Label a net, by data or by a size, and record what is selected, or all its layers."""
+    labelled: Any = {"input_size": input_size} if input_data is None else {"input_data": input_data}
+    rnet = Recorder(net, **labelled)
     rnet.record(*(selectors or ("*",)), **options)
     return rnet
 

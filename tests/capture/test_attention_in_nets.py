@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from scio_recorder import Recorder, compare
 from scio_recorder.postprocessors import Knockout
+from tests.harness import recorder
 
 IDS = torch.tensor([[5, 17, 3, 44, 9, 21, 30], [8, 8, 41, 2, 33, 12, 7]])
 PADDING = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
@@ -176,8 +177,7 @@ def test_a_vision_transformer_of_timm(fuses: bool) -> None:
     for block in net.blocks:
         block.attn.fused_attn = fuses
     images = IMAGES["pixel_values"]
-    rnet = Recorder(net, input_data=images)
-    rnet.record("blocks.*.attn", inputs=True, attention=True)
+    rnet = recorder(net, "blocks.*.attn", input_data=images, inputs=True, attention=True)
     with torch.no_grad():
         rnet(images)
         for name in ("blocks.0.attn", "blocks.1.attn"):
@@ -230,8 +230,7 @@ def test_an_encoder_of_torch() -> None:
 def test_the_warning_where_torch_takes_another_kernel() -> None:
     net = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     x = torch.randn(2, 5, 8)
-    rnet = Recorder(net, input_data=(x, x, x))
-    rnet.record("", attention=True)
+    rnet = recorder(net, "", input_data=(x, x, x), attention=True)
     with pytest.warns(UserWarning, match="without torch's fused kernel"), torch.no_grad():
         rnet(x, x, x)
     expected = heads_of(net, x, x, x)
@@ -290,8 +289,7 @@ def test_the_cross_attention_of_a_diffusion_net() -> None:
     for name, module in plain.named_modules():
         if name.endswith((".attn1", ".attn2")):
             module.get_attention_scores = keeping(name, module.get_attention_scores)
-    rnet = Recorder(net, input_data=inputs)
-    rnet.record("*.attn1", "*.attn2", attention=True)
+    rnet = recorder(net, "*.attn1", "*.attn2", input_data=inputs, attention=True)
     with torch.no_grad():
         plain(**inputs)
         rnet(**inputs)
@@ -312,8 +310,7 @@ def test_attention_in_generate(kind: str, kernel: str, cache: dict[str, str]) ->
     net = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else "LlamaForCausalLM")(made)
     net.eval().set_attn_implementation(kernel)
     layers = "*.attn" if kind == "GPT2" else "*.self_attn"
-    rnet = Recorder(net, input_data=dict(TEXT))
-    rnet.record(layers, attention=True)
+    rnet = recorder(net, layers, input_data=dict(TEXT), attention=True)
     # Padded on the left, as generate wants it.
     prompt = {"input_ids": IDS, "attention_mask": PADDING.flip(1)}
     with rnet.watch() as passes:
@@ -402,8 +399,7 @@ class Masking(TorchFunctionMode):
 )
 def test_knocked_out_attention_is_that_with_a_mask(case: Case, kernel: str) -> None:
     net, inputs = case.make(kernel, torch.float32), case.inputs
-    rnet = Recorder(net, input_data=inputs)
-    rnet.record(*case.layers, attention=True)
+    rnet = recorder(net, *case.layers, input_data=inputs, attention=True)
     with torch.no_grad():
         found = rnet(**inputs, activation_postproc=Knockout(queries=1, keys=0))[0]
         with Masking(1, 0) as mode:

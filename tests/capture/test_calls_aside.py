@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from scio_recorder import Nodes, Recorder
 from scio_recorder.postprocessors import OnInput
 from scio_recorder.reductions import Mean
+from tests.harness import recorder
 from tests.zoo.base import Net, linear
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -20,15 +21,13 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 def made(**options: Any) -> tuple[nn.Sequential, Recorder]:
     net = nn.Sequential(linear(), nn.ReLU(), linear())
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record("*", **options)
+    rnet = recorder(net, "*", **options)
     return net, rnet
 
 
 def others(net: nn.Sequential) -> dict[str, Callable[[Tensor], Any]]:
     """Return functions that run modules of the net, or all of it, and hand on double the value."""
-    other = Recorder(net, input_size=(3, 4), verbose=0)
-    other.record("1")
+    other = recorder(net, "1")
     return {
         "a module": lambda x: net[2](x) * 0 + x * 2,
         "the net": lambda x: net(x + 1) * 0 + x * 2,
@@ -67,8 +66,7 @@ def test_postprocessors_of_operations(way: str, calls: str) -> None:
             return torch.add(torch.tanh(super().forward(torch.sin(x))), 1)
 
     net = Own(linear(), nn.ReLU(), linear())
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record("*/*", calls=calls)
+    rnet = recorder(net, "*/*", calls=calls)
     for x in torch.randn(3, 3, 4):
         output = rnet(
             x, activation_postproc={"/sin": others(net)[way], "0/linear": others(net)[way]}
@@ -96,8 +94,7 @@ def test_regions_that_run_again(is_reentrant: bool) -> None:
     body = nn.Sequential(linear(), nn.ReLU(), linear())
     net = Net(lambda net, x: checkpoint(net.body, x, use_reentrant=is_reentrant), body=body)
     net.double()
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record("body.*")
+    rnet = recorder(net, "body.*")
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     rnet(x, activation_postproc={"body.0": net.body[2]}).square().sum().backward()
     weights = list(net.parameters())

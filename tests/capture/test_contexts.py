@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from scio_recorder import Recorder
 from scio_recorder.errors import FlowError
 from scio_recorder.postprocessors import Add
+from tests.harness import recorder
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -33,9 +34,7 @@ X = torch.linspace(-1, 1, 8).reshape(2, 4)
 def rnet() -> Recorder:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).requires_grad_(False)
-    rnet = Recorder(net, input_size=(1, 4))
-    rnet.record("1")
-    return rnet
+    return recorder(net, "1", input_size=(1, 4))
 
 
 class Request(NamedTuple):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import RecomputeError, Recorder, track
+from tests.harness import recorder
 from tests.oracle import same_bits
 
 pytestmark = [
@@ -47,8 +48,7 @@ def test_gradients_are_bit_for_bit_the_same_from_the_host() -> None:
 
 def test_recomputing_draws_the_same_numbers_and_notices_a_move() -> None:
     net = convolutions().train()
-    rnet = Recorder(net, input_data=torch.zeros(1, 3, 8, 8, device="cuda"), verbose=0)
-    rnet.record("0", inputs=True)
+    rnet = recorder(net, "0", input_data=torch.zeros(1, 3, 8, 8, device="cuda"), inputs=True)
     seen: list[Tensor] = []
     net[0][3].register_forward_hook(lambda _module, _args, output: seen.append(output.clone()))
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import LayerNotFoundError, Recorder, SelectorTypeError
-from tests.harness import executed, make_recorder, prepare
+from tests.harness import executed, make_recorder, prepare, recorder
 from tests.oracle import differences, freeze, same_bits, scalar_loss
 from tests.rotation import one_in
 from tests.zoo import CASES, Case
@@ -145,8 +145,7 @@ def test_gradients_of_nested_tensors() -> None:
         return torch.nested.as_nested_tensor([x[:1] * 2, x[1:]], layout=torch.jagged)
 
     x = torch.randn(3, 4, requires_grad=True)
-    rnet = Recorder(nn.Sequential(Net(forward)), input_data=x)
-    rnet.record("0", gradients=True)
+    rnet = recorder(nn.Sequential(Net(forward)), "0", input_data=x, gradients=True)
     (rnet(x).values() * torch.tensor([[5.0], [6.0], [7.0]])).sum().backward()
     expected = torch.tensor([[5.0], [6.0], [7.0]]).expand(3, 4)
     assert torch.equal(rnet.gradients["0"].values(), expected)
@@ -217,8 +216,7 @@ def test_backward_twice_and_never() -> None:
 
 
 def test_what_can_not_be_handed_over_is_an_error() -> None:
-    rnet = Recorder(mlp(), input_data=torch.ones(2, 3, dtype=torch.float64), verbose=0)
-    rnet.record("*")
+    rnet = recorder(mlp(), "*", input_data=torch.ones(2, 3, dtype=torch.float64))
     with pytest.raises(SelectorTypeError, match=r"record\(..., gradients=True\) first"):
         rnet.on_gradients(print)
     rnet.record("*", gradients=True)

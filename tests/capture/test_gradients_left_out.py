@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import LayerNotFoundError, Recorder
+from tests.harness import recorder
 from tests.zoo.base import Net
 
 LABEL = "middle"
@@ -89,8 +90,7 @@ def test_a_gradient_is_that_of_torchs_hook_or_left_out_with_a_reason(name: str) 
     net(x).square().sum().backward()
     bare = [weight.grad.clone() for weight in net.parameters() if weight.grad is not None]
     (wanted,) = by_torch(net, x)
-    rnet = Recorder(net, input_size=(3, 4))
-    rnet.record(LABEL, "first", gradients=True)
+    rnet = recorder(net, LABEL, "first", gradients=True)
     came: list[Any] = []
     rnet.on_gradients(came.append)
     net.zero_grad()
@@ -111,8 +111,7 @@ def test_a_parameter_and_an_input_are_left_out() -> None:
     net = Net(lambda net, x: net.middle(x) * net.other(x))
     net.middle, net.other = Net(lambda own, _: own.weight), nn.Identity()
     net.middle.weight = nn.Parameter(torch.ones(4))
-    rnet = Recorder(net, input_size=(1, 4))
-    rnet.record("*", gradients=True)
+    rnet = recorder(net, "*", input_size=(1, 4), gradients=True)
     x = torch.ones(1, 4, requires_grad=True)
     rnet(x).sum().backward()
     assert list(rnet.gradients) == [(0, 1)]
@@ -139,8 +138,7 @@ def test_two_calls_that_return_one_tensor() -> None:
 def test_the_place_in_a_structure_is_empty() -> None:
     net = Beside(Net(lambda _, x: {"same": x, "new": [x * 2]}))
     net.last = Net(lambda _, given: given["same"] + given["new"][0])
-    rnet = Recorder(net, input_size=(3, 4))
-    rnet.record(LABEL, gradients=True)
+    rnet = recorder(net, LABEL, gradients=True)
     rnet(torch.ones(3, 4)).sum().backward()
     gradient = rnet.gradients[LABEL]
     assert gradient["same"] is None
@@ -152,8 +150,7 @@ def test_the_place_in_a_structure_is_empty() -> None:
 def test_in_a_region_of_checkpointing(use_reentrant: bool) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Tanh())
     net = Net(lambda net, x: checkpoint(net.inner, x, use_reentrant=use_reentrant), inner=inner)
-    rnet = Recorder(net, input_size=(1, 4))
-    rnet.record("inner.*", gradients=True)
+    rnet = recorder(net, "inner.*", input_size=(1, 4), gradients=True)
     x = torch.ones(1, 4, requires_grad=True)
     rnet(x).sum().backward()
     assert [rnet.architecture[at].name for at in rnet.gradients] == ["inner.0", "inner.2"]
@@ -202,8 +199,7 @@ def test_an_input_is_older_whatever_the_number_of_its_node() -> None:
 
 def test_an_input_that_another_thread_has_made_is_older() -> None:
     net = nn.Sequential(nn.Identity())
-    rnet = Recorder(net, input_size=(2, 4))
-    rnet.record("0", gradients=True)
+    rnet = recorder(net, "0", input_size=(2, 4), gradients=True)
     weight = torch.ones(2, 4, requires_grad=True)
     for _ in range(100):
         hidden = weight * 1
@@ -260,8 +256,7 @@ def test_a_view_that_is_overwritten_has_a_whole_gradient_or_none(
     view: Callable[[Tensor], Tensor], of_base: bool, copies: Any
 ) -> None:
     net, x = Overwriting(view, of_base), torch.randn(4, 4)
-    rnet = Recorder(net, input_size=(4, 4), verbose=0)
-    rnet.record("shaped", gradients=True, copy=copies)
+    rnet = recorder(net, "shaped", input_size=(4, 4), gradients=True, copy=copies)
     base = (x * 2).requires_grad_()
     y = view(base).detach().requires_grad_()
     after = y.clone() * (2 if of_base else 1)

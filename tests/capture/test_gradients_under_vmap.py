@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import Recorder, track
 from scio_recorder.errors import ArgumentError
+from tests.harness import recorder
 from tests.zoo.base import Net
 
 BASIS = torch.randn(2, 5, 2, generator=torch.Generator().manual_seed(1))
@@ -94,8 +95,7 @@ def test_the_users_gradients_stay_and_ours_are_those_of_single_passes(way: Any) 
 
 def test_levels_of_vmap_come_first() -> None:
     net, x, basis = network(), start(), BASIS.expand(3, 2, 5, 2)
-    rnet = Recorder(net, input_size=(1, 3))
-    rnet.record("0", gradients=True)
+    rnet = recorder(net, "0", input_size=(1, 3), gradients=True)
     output = rnet(x)
 
     def pulled(row: Tensor) -> Tensor:
@@ -124,8 +124,7 @@ def test_the_maker_of_a_nan_is_named(way: Any) -> None:
 def test_regions_run_again_under_vmap(way: Any) -> None:
     net = Net(lambda net, x: checkpoint(net.inner, x, use_reentrant=False), inner=network())
     bare = way(net, start(), BASIS)
-    rnet = Recorder(net, input_size=(5, 3))
-    rnet.record("*", gradients=True)
+    rnet = recorder(net, "*", input_size=(5, 3), gradients=True)
     with rnet.guard(), track(net) as events:
         assert torch.equal(way(rnet, start(), BASIS), bare)
     assert [event.grad for event in events] == [False] * 8 + [True] * 8
@@ -133,8 +132,7 @@ def test_regions_run_again_under_vmap(way: Any) -> None:
 
 
 def test_sums_of_passes_of_different_sizes_are_refused() -> None:
-    rnet = Recorder(network(), input_size=(5, 3))
-    rnet.record("0", gradients="accumulate")
+    rnet = recorder(network(), "0", input_size=(5, 3), gradients="accumulate")
     x = start()
     output = rnet(x)
     for rows in (2, 1):

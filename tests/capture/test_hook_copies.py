@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from scio_recorder import Recorder
+from tests.harness import recorder
 from tests.oracle import same_bits
 
 
@@ -26,8 +27,7 @@ def small_net() -> nn.Sequential:
 
 
 def recorded(net: nn.Module) -> Recorder:
-    rnet = Recorder(net, input_size=(2, 3), verbose=0)
-    rnet.record("*", inputs=True, gradients=True)
+    rnet = recorder(net, "*", input_size=(2, 3), inputs=True, gradients=True)
     rnet(torch.ones(2, 3))
     return rnet
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from scio_recorder import Recorder
-from tests.recorder.test_lifecycle import Fails, live_tensors, recorder, small_net
+from tests.harness import recorder
+from tests.recorder.test_lifecycle import Fails, live_tensors, small_net
 from tests.zoo.base import Net, linear
 from tests.zoo.graphs import Mark, marked_graphs
 
@@ -156,8 +157,7 @@ def class_of_outputs(base: type) -> weakref.ref[Held]:
         output.x = x
         return output
 
-    rnet = Recorder(Net(forward, kept=kind()), input_size=(1, 4))
-    rnet.record("*")
+    rnet = recorder(Net(forward, kept=kind()), "*", input_size=(1, 4))
     rnet(torch.ones(1, 4))
     return weakref.ref(held)
 

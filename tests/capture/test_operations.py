@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from scio_recorder import FlowError, LayerNotFoundError, PostprocessorError, Recorder
 from scio_recorder.postprocessors import OnInput
 from scio_recorder.tensors import private
-from tests.harness import attribute_names, hook_state, no_default_device, one_process
+from tests.harness import attribute_names, hook_state, no_default_device, one_process, recorder
 from tests.oracle import same_bits
 from tests.zoo.base import Net
 
@@ -58,9 +58,7 @@ class Body(nn.Module):
 
 
 def wrap(net: nn.Module, *selectors: Any, **options: Any) -> Recorder:
-    rnet = Recorder(net, input_data=X, verbose=0)
-    rnet.record(*(selectors or ("*/*",)), **options)
-    return rnet
+    return recorder(net, *(selectors or ("*/*",)), input_data=X, **options)
 
 
 def gelu_by_hand(net: Any, x: Tensor = X) -> Tensor:
@@ -107,8 +105,7 @@ def test_a_module_that_a_checkpointed_one_calls_again_and_again(call: int, reent
     part = Net(lambda net, x: x.sin() * net.weight, weight=weight)
     body = Net(lambda net, x: net.part(net.part(net.part(x))), part=part)
     net = Net(lambda net, x: checkpoint(net.body, x, use_reentrant=reentrant), body=body)
-    rnet = Recorder(net, input_data=X, verbose=0)
-    rnet.record(f"2-{call + 1}/sin")
+    rnet = recorder(net, f"2-{call + 1}/sin", input_data=X)
     x = X.clone().requires_grad_()
     rnet(x, activation_postproc=double).sum().backward()
     by_hand = X.clone().requires_grad_()
@@ -154,8 +151,7 @@ def test_own_code_in_a_worker_thread_is_not_seen() -> None:
 def test_recorders_do_not_see_each_other() -> None:
     net = Body()
     first, second = wrap(net, inputs=True), wrap(net, "*/*", "*", inputs=True, gradients=True)
-    inner = Recorder(net.block, input_data=X, verbose=0)
-    inner.record("/gelu", "/add", inputs=True)
+    inner = recorder(net.block, "/gelu", "/add", input_data=X, inputs=True)
     for one, other in ((first, second), (second, first)):
         with other.watch() as passes, inner.watch() as inner_passes:
             for _ in range(2):
@@ -165,8 +161,7 @@ def test_recorders_do_not_see_each_other() -> None:
             assert same_bits(kept["block/gelu"], gelu_by_hand(net))
         for kept in inner_passes:
             assert same_bits(kept["/gelu"], gelu_by_hand(net))
-    outer = Recorder(nn.Sequential(first, nn.ReLU()), input_data=X, verbose=0)
-    outer.record("*/*")
+    outer = recorder(nn.Sequential(first, nn.ReLU()), "*/*", input_data=X)
     names = {row.function for row in outer.operations().values()}
     assert names == {"mul", "linear", "gelu", "add", "tanh", "relu"}
     for _ in range(2):

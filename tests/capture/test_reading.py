@@ -446,8 +446,7 @@ def test_inputs_that_refer_to_themselves_are_recomputed() -> None:
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
 def test_copies_and_files_of_records_hold_what_the_records_held(again: Any) -> None:
-    rnet = Recorder(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), input_size=(3, 4), verbose=0)
-    rnet.record("*", copy="never")
+    rnet = recorder(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "*", copy="never")
     with torch.no_grad():
         output = rnet(torch.randn(3, 4))
         twin = again(rnet.activations)

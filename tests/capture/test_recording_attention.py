@@ -22,6 +22,7 @@ from scio_recorder.errors import (
 )
 from scio_recorder.postprocessors import Knockout
 from tests.attention_nets import HEADS, SIZE, Net, SelfAttention, above
+from tests.harness import recorder
 from tests.zoo.base import Net as Composed
 
 
@@ -218,8 +219,7 @@ class Several(SelfAttention):
 
 def test_layers_without_attention_or_with_several() -> None:
     net = Net()
-    rnet = Recorder(net, input_size=(2, 5, SIZE))
-    rnet.record("h.0.mlp")
+    rnet = recorder(net, "h.0.mlp", input_size=(2, 5, SIZE))
     with pytest.raises(LayerNotFoundError, match=r"h\.0\.mlp.*layers that do: .*h\.0\.attn"):
         rnet.record("h.0.mlp", attention=True)
     with pytest.raises(LayerNotFoundError, match=r"h\.0 .*layers that do"):
@@ -356,8 +356,7 @@ def test_compiled_passes() -> None:
 def test_two_recorders_on_one_net(is_eager: bool) -> None:
     net, x = Net(is_eager=is_eager).eval(), torch.randn(2, 5, SIZE)
     outer = recorded(net)
-    inner = Recorder(net.h[1], input_size=(2, 5, SIZE))
-    inner.record("attn", attention=True)
+    inner = recorder(net.h[1], "attn", input_size=(2, 5, SIZE), attention=True)
     with torch.no_grad():
         outer(x)
         assert not inner.attention
@@ -543,8 +542,7 @@ def test_one_query_of_grouped_heads_in_generate() -> None:
     logits = []
     for kernel in ("sdpa", "eager"):
         net.set_attn_implementation(kernel)
-        rnet = Recorder(net, input_data=prompt)
-        rnet.record("*.self_attn", attention=True)
+        rnet = recorder(net, "*.self_attn", input_data=prompt, attention=True)
         with rnet.watch(activation_postproc={"*.self_attn": knockout}) as passes:
             found = net.generate(
                 **prompt, **options, return_dict_in_generate=True, output_logits=True
@@ -581,8 +579,7 @@ def test_what_was_lost_once_is_copied_from_then_on() -> None:
         return output
 
     net = Composed(forward, overwrites=False)
-    rnet = Recorder(net, input_size=(1, 2, 3, 4))
-    rnet.record("", attention=True)
+    rnet = recorder(net, "", input_size=(1, 2, 3, 4), attention=True)
     with torch.no_grad():
         for _ in range(2):
             rnet(torch.randn(1, 2, 3, 4))

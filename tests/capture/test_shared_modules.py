@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import FlowError, Recorder
+from tests.harness import recorder
 from tests.zoo.base import Net as Composed
 
 X = torch.randn(2, 4)
@@ -100,8 +101,7 @@ OTHERWISE: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, Tenso
 def test_another_name_is_an_error(kind: str) -> None:
     at_labelling, later = OTHERWISE[kind]
     net = Net(at_labelling)
-    rnet = Recorder(net, input_size=(2, 4))
-    rnet.record(nn.Linear)
+    rnet = recorder(net, nn.Linear, input_size=(2, 4))
     for _ in range(3):
         rnet(X)
     net.run = later
@@ -122,8 +122,7 @@ def test_another_name_is_an_error(kind: str) -> None:
 
 def test_an_owner_that_calls_for_another_is_an_error() -> None:
     net = Net(ordered(by_owner, 0, 1))
-    rnet = Recorder(net, input_size=(2, 4))
-    rnet.record("owners.1.shared")
+    rnet = recorder(net, "owners.1.shared", input_size=(2, 4))
     rnet(X)
     net.owners[0].times, net.owners[1].times = 2, 0
     with pytest.raises(FlowError, match=r"'owners\.1\.shared' at labelling, 'owners\.0\.shared'"):
@@ -163,8 +162,7 @@ def test_an_owner_that_did_not_run_at_labelling_is_another_one() -> None:
 
     shared = nn.Linear(4, 4)
     net = Composed(forward, shared=shared, optional=Owner(shared), uses_it=False)
-    rnet = Recorder(net, input_size=(2, 4))
-    rnet.record("shared")
+    rnet = recorder(net, "shared", input_size=(2, 4))
     rnet(X)
     net.uses_it = True
     with pytest.raises(FlowError, match=r"'shared' at labelling, 'optional\.shared' now"):
@@ -173,8 +171,7 @@ def test_an_owner_that_did_not_run_at_labelling_is_another_one() -> None:
 
 def test_a_name_that_is_not_shown_is_no_other_name() -> None:
     net = Net(lambda net, x: net.b(net.a(x)))
-    rnet = Recorder(net, input_size=(2, 4))
-    rnet.record(nn.Linear)
+    rnet = recorder(net, nn.Linear, input_size=(2, 4))
     net.run = lambda net, x: checkpoint(net.b, net.a(x), use_reentrant=False)
     rnet(X)
     net.run = lambda net, x: checkpoint(net.b, net.b(x), use_reentrant=False)
@@ -196,8 +193,7 @@ def by_functions(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("way", [by_items, by_functions])
 def test_names_that_the_network_does_not_have_say_nothing(way: Any) -> None:
     net = Net(lambda net, x: net.b(net.a(x)))
-    rnet = Recorder(net, input_size=(2, 4))
-    rnet.record(nn.Linear)
+    rnet = recorder(net, nn.Linear, input_size=(2, 4))
     net.run = way
     rnet(X)
     assert torch.equal(rnet.activations[rnet.recording[0]], net.a(X))
@@ -205,8 +201,7 @@ def test_names_that_the_network_does_not_have_say_nothing(way: Any) -> None:
 
 def test_code_around_calls_is_no_caller() -> None:
     net = Net(lambda net, x: net.b(net.a(x)))
-    rnet = Recorder(net, input_size=(2, 4))
-    rnet.record(nn.Linear)
+    rnet = recorder(net, nn.Linear, input_size=(2, 4))
     with rnet.saved_tensors("a"), rnet.watch() as passes:
         net(X)
     assert len(passes) == 1
@@ -218,8 +213,7 @@ def test_code_around_calls_is_no_caller() -> None:
 def test_a_shared_activation_function_is_recorded() -> None:
     act = nn.ReLU()
     net = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act)
-    rnet = Recorder(net, input_size=(2, 4))
-    rnet.record(nn.ReLU)
+    rnet = recorder(net, nn.ReLU, input_size=(2, 4))
     rnet(X)
     rnet(X)
     assert torch.equal(rnet.activations[1, 4], net(X))
@@ -238,8 +232,7 @@ def test_variables_of_a_forward_are_not_kept_alive() -> None:
         alive.append(seen() is not None)
         return x
 
-    rnet = Recorder(Net(run), input_size=(2, 4))
-    rnet.record(nn.Linear)
+    rnet = recorder(Net(run), nn.Linear, input_size=(2, 4))
     alive.clear()
     rnet(X)
     assert alive == [False]

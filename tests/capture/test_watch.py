@@ -24,7 +24,7 @@ from scio_recorder.errors import (
     UnsupportedNetError,
 )
 from scio_recorder.postprocessors import Scale
-from tests.harness import run_in_threads
+from tests.harness import recorder, run_in_threads
 from tests.zoo.base import Net
 
 
@@ -57,9 +57,7 @@ class Remembering(nn.Module):
 
 def watched(net: nn.Module, *names: str, **options: Any) -> Recorder:
     torch.manual_seed(0)
-    rnet = Recorder(net, input_size=(2, 4), verbose=0)
-    rnet.record(*(names or ("*",)), **options)
-    return rnet
+    return recorder(net, *(names or ("*",)), input_size=(2, 4), **options)
 
 
 def with_plain_hooks(net: nn.Module, run: Callable[[], Any]) -> tuple[list[dict[str, Tensor]], Any]:
@@ -131,8 +129,7 @@ def test_calls_of_the_recorder_are_passes_too_and_those_that_record_nothing_are_
 
 
 def test_records_hold_whatever_later_passes_write() -> None:
-    rnet = Recorder(Remembering(), input_size=(4,), verbose=0)
-    rnet.record("*")
+    rnet = recorder(Remembering(), "*", input_size=(4,))
     with rnet.watch() as passes:
         for number in range(1, 5):
             rnet.net(torch.full((2, 4), float(number))[0])
@@ -170,8 +167,7 @@ def test_inputs_of_each_pass_are_those_that_forward_received(copy_policy: Any) -
 def test_inputs_hold_whatever_later_passes_and_the_caller_write() -> None:
     net = Remembering()
     net.inner = nn.Linear(4, 4)
-    rnet = Recorder(net, input_size=(4,), verbose=0)
-    rnet.record("inner", "", inputs=True)
+    rnet = recorder(net, "inner", "", input_size=(4,), inputs=True)
     buffer = torch.zeros(4)
     net.state.zero_()
     with torch.no_grad(), rnet.watch() as passes:
@@ -346,8 +342,7 @@ def test_copies_and_files_made_in_the_block_know_nothing_of_it() -> None:
         file.seek(0)
         torch.load(file, weights_only=False)(torch.ones(2, 4))
         assert len(passes) == 0
-        other = Recorder(net, input_size=(2, 4), verbose=0)
-        other.record("second")
+        other = recorder(net, "second", input_size=(2, 4))
         other(torch.ones(2, 4))
     assert len(passes) == 1
     assert torch.equal(other.activations["second"], net.second(torch.relu(passes[0]["first"])))
@@ -396,8 +391,7 @@ def test_what_cannot_be_watched_is_refused() -> None:
 
 def test_a_replica_of_the_network_runs_its_own_weights() -> None:
     net = nn.Linear(4, 4)
-    rnet = Recorder(net, input_size=(1, 4), verbose=0)
-    rnet.record("*")
+    rnet = recorder(net, "*", input_size=(1, 4))
     x = torch.randn(2, 4)
     with rnet.watch() as passes:
         replica: Any = net._replicate_for_data_parallel()
@@ -550,8 +544,7 @@ def test_parts_that_the_block_calls_without_the_network_are_named() -> None:
 
 def test_operations_are_seen_after_a_pass_that_failed():
     net = Net(lambda _, x: torch.flatten(x, 1) + 1)
-    rnet = Recorder(net, input_size=(2, 3, 4))
-    rnet.record("/flatten")
+    rnet = recorder(net, "/flatten", input_size=(2, 3, 4))
     with rnet.watch() as passes:
         with pytest.raises(IndexError):
             net(torch.tensor(1.0))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from scio_recorder import Recorder
 from scio_recorder.errors import UnsupportedNetError
 from scio_recorder.postprocessors import Add
+from tests.harness import recorder
 from tests.rotation import one_in
 
 transformers = pytest.importorskip("transformers")
@@ -94,8 +95,7 @@ def first_tensor(value: Any) -> Tensor:
 def test_generate(name: str, way: str) -> None:
     make, layers = NETS[name]
     net = make()
-    rnet = Recorder(net, input_data=PROMPT)
-    rnet.record(layers)
+    rnet = recorder(net, layers, input_data=PROMPT)
 
     def run() -> Any:
         torch.manual_seed(1)

@@ -20,7 +20,7 @@ from scio_recorder.errors import MutationError
 from scio_recorder.tensors.digests import WeightDigests
 from scio_recorder.tensors.properties import has_memory, inner_tensors, same_bits, version_of
 from tests import oracle
-from tests.harness import one_process
+from tests.harness import one_process, recorder
 
 
 class Wrapper(Tensor):
@@ -111,8 +111,7 @@ class Wrapped(nn.Module):
 
 def recorded(kind: str, write: str, **settings: Any) -> tuple[Wrapped, Recorder]:
     net = Wrapped(kind, write)
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record("layer", **settings)
+    rnet = recorder(net, "layer", **settings)
     return net, rnet
 
 
@@ -161,8 +160,7 @@ def test_what_was_read_stays_whatever_happens_inside(kind: str) -> None:
 
 def test_a_net_whose_layers_become_wrappers_after_its_first_pass() -> None:
     net = nn.Sequential(nn.Identity(), nn.ReLU())
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record("0")
+    rnet = recorder(net, "0")
     x = torch.randn(3, 4)
     with torch.no_grad():
         for _ in range(2):
@@ -213,8 +211,7 @@ def test_digests_of_weights_see_what_happens_inside() -> None:
 
 def test_traced_tensors_are_no_wrappers() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record("*", inputs=True)
+    rnet = recorder(net, "*", inputs=True)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         for _ in range(2):

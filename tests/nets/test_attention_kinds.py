@@ -28,6 +28,7 @@ from scio_recorder.errors import (
 from scio_recorder.nets import attention as kinds
 from scio_recorder.nets.attention.eager import Eager
 from scio_recorder.postprocessors import Knockout
+from tests.harness import recorder
 from tests.rotation import one_in
 from tests.zoo.base import Net
 
@@ -36,9 +37,7 @@ attend = functional.scaled_dot_product_attention
 
 def recorded(function: Callable[..., Tensor], *inputs: Tensor) -> Recorder:
     code = Net(lambda _, *inputs: function(*inputs))
-    rnet = Recorder(nn.Sequential(code), input_data=inputs)
-    rnet.record("0", attention=True)
-    return rnet
+    return recorder(nn.Sequential(code), "0", input_data=inputs, attention=True)
 
 
 def softmax_by_hand(scores: Tensor) -> Tensor:
@@ -343,8 +342,7 @@ def nested(inner: Callable[[Tensor], Tensor]) -> nn.Module:
 @pytest.mark.parametrize("inner", [kernel, eager])
 def test_attention_inside_another_is_collected(inner: Callable[[Tensor], Tensor]) -> None:
     net, x = nn.Sequential(nested(inner)), torch.randn(2, 3, 5, 4)
-    rnet = Recorder(net, input_data=x)
-    rnet.record("0", "0.inner", attention=True)
+    rnet = recorder(net, "0", "0.inner", input_data=x, attention=True)
     collected: Any = rnet.collect(
         [x, x + 1], transform=lambda attention, batch: attention.weights(), progress=False
     )

@@ -250,8 +250,7 @@ def test_containers_that_hold_themselves_are_taken_and_returned(
 ) -> None:
     net = Net(lambda net, held: net.a(net.inner(held)[0]), inner=Net(make_inner), a=linear())
     net.inner.make, net.inner.layer = make, linear()
-    rnet = Recorder(net, input_data=[make(torch.ones(3, 4))], verbose=0)
-    rnet.record("*", inputs=True)
+    rnet = recorder(net, "*", input_data=[make(torch.ones(3, 4))], inputs=True)
     for _ in range(2):
         x = torch.randn(3, 4)
         output = rnet(make(x))

@@ -21,6 +21,7 @@ from scio_recorder import (
     SelectorTypeError,
 )
 from scio_recorder.nets.operations import function_name
+from tests.harness import recorder
 from tests.operation_oracle import Operations, short_name
 from tests.oracle import same_bits
 from tests.zoo.base import Net as Composed
@@ -217,8 +218,7 @@ def test_any_number_of_calls() -> None:
             x = x.sin() * 2
         return x
 
-    rnet = Recorder(Composed(loop), input_data=torch.ones(2), verbose=0)
-    rnet.record("/sin", calls="any")
+    rnet = recorder(Composed(loop), "/sin", input_data=torch.ones(2), calls="any")
     assert rnet.recording == ((0, 1, "sin", 0),)
     x = torch.randn(2)
     for steps in (3, 0, 1):
@@ -263,8 +263,7 @@ def test_calls_that_are_shared_out_otherwise_are_an_error() -> None:
     def forward(net: Any, x: Tensor, first: int = 2) -> Any:
         return net.part(net.part(x, first), 5 - first)
 
-    rnet = Recorder(Composed(forward, part=Composed(part)), input_data=torch.ones(2), verbose=0)
-    rnet.record("part/sin")
+    rnet = recorder(Composed(forward, part=Composed(part)), "part/sin", input_data=torch.ones(2))
     assert len(rnet.recording) == 5
     rnet(torch.ones(2))
     with pytest.raises(FlowError, match=r"1-1/sin:0 .*: 2 at labelling, 3 now"):
@@ -275,8 +274,7 @@ def test_calls_that_are_shared_out_otherwise_are_an_error() -> None:
 
 def test_a_function_that_is_not_called_is_an_error() -> None:
     either = Composed(lambda _, x, bends=True: x.sin() if bends else x.cos())
-    rnet = Recorder(either, input_data=torch.ones(2), verbose=0)
-    rnet.record("/sin")
+    rnet = recorder(either, "/sin", input_data=torch.ones(2))
     with pytest.raises(FlowError, match=r"0-1/sin:0 .*: 1 at labelling, 0 now"):
         rnet(torch.ones(2), False)
     assert not rnet.activations

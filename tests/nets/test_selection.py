@@ -22,6 +22,7 @@ from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.labelling.label import label_net
 from scio_recorder.nets.selection import select
 from scio_recorder.reductions import Mean
+from tests.harness import recorder
 from tests.zoo.base import Net, linear
 
 
@@ -250,8 +251,7 @@ def test_a_name_that_is_the_label_of_another_layer(use: Callable[[Recorder], Any
     names = ["0-1", "1-1", "1-2", "1-3"]
     layers = [nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh()]
     net = nn.Sequential(OrderedDict(zip(names, layers, strict=True)))
-    rnet = Recorder(net, input_size=(1, 3))
-    rnet.record("*")
+    rnet = recorder(net, "*", input_size=(1, 3))
     # The root is 0-1, and a child has that name.
     for ambiguous, label in (("1-2", (1, 2)), ("0-1", (0, 1))):
         with pytest.raises(LayerNotFoundError, match=re.escape(f"write {label}, for the name")):
@@ -269,8 +269,7 @@ def test_a_name_that_is_the_label_of_another_layer(use: Callable[[Recorder], Any
 
 def test_a_name_that_is_the_label_of_its_own_layer():
     net = nn.Sequential(OrderedDict([("1-1", nn.ReLU()), ("1-2", nn.Tanh())]))
-    rnet = Recorder(net, input_size=(1, 3))
-    rnet.record("1-2")
+    rnet = recorder(net, "1-2", input_size=(1, 3))
     assert rnet.recording == ((1, 2),)
 
 

@@ -230,8 +230,7 @@ def test_a_net_that_fails_after_a_changed_shape_names_the_post_processor(post: A
 def test_a_list_is_in_the_order_in_which_layers_return() -> None:
     """An inner layer returns before those around it, whose labels come first."""
     net = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Tanh())
-    rnet = Recorder(net, input_size=(3, 4))
-    rnet.record("", "0", "0.0")
+    rnet = recorder(net, "", "0", "0.0")
     x = torch.randn(3, 4)
     posts = [lambda output: output * 2, lambda output: output * 3, lambda output: output * 5]
     hidden = net[0][0].forward(x)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from scio_recorder import Recorder
 from scio_recorder.errors import AttentionError, PostprocessorError
 from scio_recorder.nets.attention.eager import Eager, Layout
 from scio_recorder.nets.attention.kernel import Kernel, MultiHead
 from scio_recorder.nets.records import Inputs
 from scio_recorder.postprocessors import At, Knockout, OnInput
+from tests.harness import recorder
 from tests.nets.test_attention import MULTI_HEAD as MULTI_HEAD_CASES
 from tests.nets.test_attention import Calls
 
@@ -280,8 +280,7 @@ def test_where_it_belongs() -> None:
     knockout = Knockout(torch.tensor([0]), range(2), 1)
     assert repr(knockout) == "Knockout(queries=(0,), keys=(0, 1), heads=(1,))"
     assert pickle.loads(pickle.dumps(knockout)) == knockout
-    rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 2))
-    rnet.record("0")
+    rnet = recorder(nn.Sequential(nn.ReLU()), "0", input_size=(1, 2))
     for given_as in (At(0, knockout), OnInput(knockout), lambda x: knockout(x)):
         with pytest.raises(PostprocessorError, match="must be the outermost"):
             rnet(torch.ones(1, 2), activation_postproc={"0": given_as})

@@ -24,6 +24,7 @@ from scio_recorder.postprocessors import (
     Replace,
     Scale,
 )
+from tests.harness import recorder
 
 SHAPE = (2, 3, 4)
 
@@ -303,8 +304,7 @@ class Structured(nn.Module):
 @pytest.fixture(params=["eager", pytest.param("compiled", marks=pytest.mark.campaign)])
 def runs(request: pytest.FixtureRequest) -> tuple[Recorder, Any]:
     """A recorder, and what runs it."""
-    rnet = Recorder(Structured(), input_size=SHAPE)
-    rnet.record("inner")
+    rnet = recorder(Structured(), "inner", input_size=SHAPE)
     if request.param == "eager":
         return rnet, rnet
     # Hooks have one code, whose compiled forms are counted and limited.
@@ -352,8 +352,7 @@ def test_dimension_0_keeps_its_length(form: str, rows: int) -> None:
         index = torch.arange(rows) % 3
         return (value[0], value[1][index]) if form == "tuple" else value[index]
 
-    rnet = Recorder(nn.Sequential(Pair()), input_size=(1, 2))
-    rnet.record("0")
+    rnet = recorder(nn.Sequential(Pair()), "0", input_size=(1, 2))
     with pytest.raises(PostprocessorError, match=rf"layer 1-1 0.*shape \({rows}, .*returns \(3, "):
         rnet(torch.ones(3, 2), activation_postproc=OnInput(other) if form == "input" else other)
     assert len(rnet.activations) == 0
@@ -372,8 +371,7 @@ def to_one_column(tensor: Tensor) -> Tensor:
     [(to_float64, "torch.float32 to torch.float64"), (to_one_column, "the shape (3, 2) to (3, 1)")],
 )
 def test_what_the_network_can_not_take_is_named(change: Any, words: str) -> None:
-    rnet = Recorder(nn.Sequential(nn.Identity(), nn.Linear(2, 2)), input_size=(1, 2))
-    rnet.record("0")
+    rnet = recorder(nn.Sequential(nn.Identity(), nn.Linear(2, 2)), "0", input_size=(1, 2))
     with pytest.raises(RuntimeError) as caught:
         rnet(torch.ones(3, 2), activation_postproc=change)
     (note,) = (note for note in caught.value.__notes__ if "had changed" in note)
@@ -382,7 +380,6 @@ def test_what_the_network_can_not_take_is_named(change: Any, words: str) -> None
 
 
 def test_other_dimensions_may_change() -> None:
-    rnet = Recorder(nn.Sequential(nn.Identity(), nn.Flatten()), input_size=(1, 2, 2))
-    rnet.record("0")
+    rnet = recorder(nn.Sequential(nn.Identity(), nn.Flatten()), "0", input_size=(1, 2, 2))
     out = rnet(torch.ones(3, 2, 2), activation_postproc=lambda tensor: tensor[:, :1])
     assert out.shape == (3, 2)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scio_recorder import Recorder
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors import Ablate, Add, At, Heads, OnInput, Replace, Scale
+from tests.harness import recorder
 from tests.oracle import same_bits
 
 SHAPE = (2, 5, 6)
@@ -202,8 +202,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("index", ["negative", "strided", "list behind a slice", "new dimension"])
 def test_they_compile_and_act_in_a_recorder(index: str) -> None:
     torch.compiler.reset()
-    rnet = Recorder(Block(), input_size=SHAPE)
-    rnet.record("inner")
+    rnet = recorder(Block(), "inner", input_size=SHAPE)
     x, where = activation(), INDICES[index]
     expected = torch.tensor(times_three((x * 2).numpy(), where))
     expected = heads_by_hand(expected, 3, [1], 0.0).relu() + 1
@@ -242,8 +241,7 @@ def test_a_head_is_replaced_by_the_part_of_a_record_that_the_error_names() -> No
     ],
 )
 def test_a_class_is_no_post_processor(make: Any) -> None:
-    rnet = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 3))
-    rnet.record("0")
+    rnet = recorder(nn.Sequential(nn.ReLU()), "0", input_size=(1, 3))
     with pytest.raises(PostprocessorError, match=r"write Ablate\(\)"):
         rnet(torch.ones(1, 3), activation_postproc=make())
 
@@ -253,8 +251,7 @@ def test_a_class_that_makes_an_output_is_a_function_like_any_other() -> None:
         def __new__(cls, activation: Tensor) -> Tensor:
             return -activation  # type: ignore[misc]  # what is returned is all that counts here
 
-    rnet = Recorder(nn.Sequential(nn.Tanh()), input_size=(1, 3))
-    rnet.record("0")
+    rnet = recorder(nn.Sequential(nn.Tanh()), "0", input_size=(1, 3))
     x = torch.rand(1, 3)
     for posts in (Negative, [Negative], {"0": Negative}, OnInput(Negative)):
         assert same_bits(rnet(x, activation_postproc=posts), -x.tanh())
@@ -263,8 +260,7 @@ def test_a_class_that_makes_an_output_is_a_function_like_any_other() -> None:
 @pytest.mark.campaign
 def test_a_direction_fits_activations_of_varying_length_under_compile() -> None:
     torch.compiler.reset()
-    rnet = Recorder(Block(), input_size=SHAPE)
-    rnet.record("inner")
+    rnet = recorder(Block(), "inner", input_size=SHAPE)
     run = torch.compile(rnet, fullgraph=True, backend="aot_eager")
     for shape in ((2, 5, 6), (2, 7, 8)):
         run(torch.randn(shape), activation_postproc=Scale(1.0))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from scio_recorder import RecomputeError, Recorder, RecordingError, open_recording
 from scio_recorder.tensors.digests import WeightDigests, digest_of, weights_digest
-from tests.harness import one_process
+from tests.harness import one_process, recorder
 
 
 def by_hand(*tensors: torch.Tensor) -> str:
@@ -51,8 +51,7 @@ def test_a_digest_is_that_of_the_bytes(tensor: torch.Tensor) -> None:
 def test_what_was_digested_can_be_resized() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
     x = torch.ones(2, 3)
-    rnet = Recorder(net, input_size=(2, 3))
-    rnet.record("0", inputs=True)
+    rnet = recorder(net, "0", input_size=(2, 3), inputs=True)
     rnet.collect([x])
     weights_digest(net)
     WeightDigests().digest(net)
@@ -140,8 +139,7 @@ def test_sharded_weights(mesh: Any, tmp_path: Any) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_weights_are_read_again_after_a_step(fused: bool) -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    rnet = Recorder(net, input_size=(1, 4))
-    rnet.record("1", inputs=True)
+    rnet = recorder(net, "1", input_size=(1, 4), inputs=True)
     before = copy.deepcopy(net.state_dict())
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
     with rnet.collecting(store="host") as collection:
@@ -163,8 +161,7 @@ def test_weights_are_read_again_after_a_step(fused: bool) -> None:
 def test_a_sharded_net_is_collected_and_goes_on_training(mesh: Any, tmp_path: Any) -> None:
     net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), torch.randn(3, 4)
     wanted = net(x).detach()
-    rnet = Recorder(net, input_size=(1, 4))
-    rnet.record("0", "2", inputs=True)
+    rnet = recorder(net, "0", "2", input_size=(1, 4), inputs=True)
     for module in (net[0], net[2], net):
         fully_shard(module, mesh=mesh)
     store = f"disk:{tmp_path}/run"

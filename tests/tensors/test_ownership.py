@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scio_recorder import Recorder
 from scio_recorder.tensors.ownership import HeldTensor, exchange, own_copy
+from tests.harness import recorder
 from tests.zoo.base import Net
 
 
@@ -94,8 +94,7 @@ def test_a_copy_of_what_autograd_cannot_save_lies_behind_it_on_the_graph(
 def test_a_loss_on_a_nested_record_reaches_the_network(layout: torch.layout) -> None:
     nest = Net(lambda _, x: torch.nested.as_nested_tensor([x, x[:1]], layout=layout))
     net = nn.Sequential(nn.Linear(4, 3), nest)
-    rnet = Recorder(net, input_size=(2, 4), verbose=0)
-    rnet.record("1")
+    rnet = recorder(net, "1", input_size=(2, 4))
     for _ in range(3):
         x = torch.randn(2, 4)
         rnet(x)
