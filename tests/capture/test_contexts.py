@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from scio_recorder import Recorder
 from scio_recorder.errors import FlowError
 from scio_recorder.postprocessors import Add
-from tests.harness import recorder
+from tests.harness import in_a_thread, recorder
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -184,14 +184,6 @@ def test_an_old_context_holds_no_records(rnet: Recorder) -> None:
     gc.collect()
     assert record() is None
     assert torch.equal(kept.run(rnet.net, X), rnet.net(X))
-
-
-def in_a_thread(call: Callable[[], Any]) -> Any:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(call()))
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 def in_a_pool(call: Callable[[], Any]) -> Any:

@@ -25,6 +25,7 @@ from scio_recorder.events import track
 from scio_recorder.postprocessors import OnInput
 from scio_recorder.tensors import private
 from tests.garbage import garbage_left
+from tests.harness import in_a_thread
 from tests.oracle import same_bits
 from tests.zoo.base import Net, linear
 
@@ -306,9 +307,7 @@ def test_a_pass_that_fails_leaves_the_hooks_to_one_that_has_only_begun() -> None
         def __iter__(self) -> Iterator[str]:
             if is_beginning.is_set():
                 is_beginning.clear()
-                thread = threading.Thread(target=fail)
-                thread.start()
-                thread.join()
+                in_a_thread(fail)
             return iter(["factor"])
 
     def fail() -> None:
@@ -326,12 +325,6 @@ def test_a_pass_that_fails_leaves_the_hooks_to_one_that_has_only_begun() -> None
     assert failed.is_set()
     assert same_bits(rnet.activations["linear"], net.linear.forward(X))
     assert same_bits(rnet.activations[""], output)
-
-
-def in_a_thread(function: Any) -> None:
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
 
 
 def end_log(rnet: Recorder) -> Any:

@@ -7,7 +7,6 @@ import copy
 import gc
 import io
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from scio_recorder import FlowError, LayerNotFoundError, PostprocessorError, Recorder
 from scio_recorder.postprocessors import OnInput
 from scio_recorder.tensors import private
-from tests.harness import attribute_names, hook_state, no_default_device, one_process, recorder
+from tests.harness import (
+    attribute_names,
+    hook_state,
+    in_a_thread,
+    no_default_device,
+    one_process,
+    recorder,
+)
 from tests.oracle import same_bits
 from tests.zoo.base import Net
 
@@ -131,16 +137,9 @@ def test_checkpointed_functions_are_recorded_and_not_changed(reentrant: bool) ->
 
 def test_own_code_in_a_worker_thread_is_not_seen() -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
-        found: list[Tensor] = []
-        if not net.is_threaded:
-            return net.block(x)  # type: ignore[no-any-return]
-        thread = threading.Thread(target=lambda: found.append(net.block(x)))
-        thread.start()
-        thread.join()
-        return found[0]
+        return in_a_thread(net.block, x) if net.is_threaded else net.block(x)  # type: ignore[no-any-return]
 
-    net = Net(forward, block=Block())
-    net.is_threaded = False  # type: ignore[assignment]
+    net = Net(forward, block=Block(), is_threaded=False)
     rnet = Recorder(net, input_data=X, verbose=0, force_static_flow=False)
     rnet.record("block/*")
     net.is_threaded = True  # type: ignore[assignment]

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,12 +13,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaModel, StaticCache
+from transformers import StaticCache
 
 from scio_recorder import MutationError, Recorder
 from tests import zoo
-from tests.capture.test_watch_libraries import past
-from tests.harness import MODES, Mode, executed, make_recorder, recorder, run_pass
+from tests.capture.test_watch_libraries import llama, past
+from tests.harness import (
+    MODES,
+    Mode,
+    executed,
+    in_a_thread,
+    make_recorder,
+    recorder,
+    run_pass,
+)
 from tests.oracle import same_bits
 from tests.oracle import tensors as tensors_in
 from tests.rotation import one_in
@@ -115,13 +122,8 @@ def test_running_state_counts_as_by_hand() -> None:
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_static_cache(inference: bool) -> None:
-    config = LlamaConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=9
-    )
-    torch.manual_seed(0)
-    net = LlamaModel(config).eval()
-    cache = StaticCache(config=config, max_cache_len=8)
-    ids = torch.tensor([[1, 2]])
+    net, ids = llama().model, torch.tensor([[1, 2]])
+    cache = StaticCache(config=net.config, max_cache_len=8)
     rnet = Recorder(
         net,
         input_data={"input_ids": ids, **past(cache)},
@@ -302,9 +304,7 @@ def test_extract_nested_recorders_and_threads() -> None:
     for _ in range(3):
         reader.read(dict(outer.extract(torch.randn(3, 4)).items()))
         reader.read(list(inner.extract(torch.randn(3, 4)).values()))
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        in_a_thread(work)
     reader.check()
 
 

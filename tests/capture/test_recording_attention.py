@@ -22,6 +22,7 @@ from scio_recorder.errors import (
 )
 from scio_recorder.postprocessors import Knockout
 from tests.attention_nets import HEADS, SIZE, Net, SelfAttention, above
+from tests.capture.test_attention_in_nets import GROUPED
 from tests.harness import recorder
 from tests.zoo.base import Net as Composed
 
@@ -82,22 +83,6 @@ def test_every_mode(is_eager: bool, context: str) -> None:
         # bfloat16 has 8 bits, and its rounding differs from step to step.
         assert_right(rnet, net, x, 2e-2 if context == "autocast" else 1e-6)
         assert set(rnet.inputs) == set(rnet.activations) == set(rnet.attention)
-
-
-@pytest.mark.parametrize("checkpointing", ["reentrant", "not reentrant"])
-@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
-def test_activation_checkpointing(is_eager: bool, checkpointing: str) -> None:
-    torch.manual_seed(0)
-    net = Net(checkpointing, is_eager=is_eager)
-    plain = copy.deepcopy(net)
-    plain.checkpointing = None
-    rnet = recorded(net)
-    x = torch.randn(2, 5, SIZE, requires_grad=True)
-    rnet(x).square().sum().backward()
-    assert_right(rnet, plain, x)
-    plain(x).square().sum().backward()
-    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_dropout_that_acts() -> None:
@@ -432,14 +417,19 @@ def test_knockout_is_a_mask(is_eager: bool, heads: list[int] | None) -> None:
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "not reentrant"])
 @pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
-def test_knockout_under_activation_checkpointing(is_eager: bool, checkpointing: str) -> None:
+@pytest.mark.parametrize("keys", [[], [0, 2]], ids=["plain", "knocked out"])
+def test_activation_checkpointing(is_eager: bool, checkpointing: str, keys: list[int]) -> None:
     net = Net(checkpointing, is_eager=is_eager)
     rnet = recorded(net)
     x = torch.randn(2, 5, SIZE, requires_grad=True)
-    out = rnet(x, activation_postproc={"h.*.attn": Knockout(-1, [0, 2])})
+    out = rnet(x, activation_postproc={"h.*.attn": Knockout(-1, keys)} if keys else None)
+    weights = rnet.attention["h.0.attn"].weights(queries=-1)
     rnet(x.detach())
     out.square().sum().backward()
-    expected = knocked(net, x, (slice(None), -1, [0, 2]))
+    assert (weights[..., keys] == 0).all()
+    if not keys:
+        torch.testing.assert_close(weights, net.h[0].attn.by_hand(x)[:, :, -1].detach())
+    expected = knocked(net, x, (slice(None), -1, keys))
     torch.testing.assert_close(out, expected)
     wanted = torch.autograd.grad(expected.square().sum(), [*net.parameters()])
     for one, other in zip(net.parameters(), wanted, strict=True):
@@ -518,16 +508,7 @@ def test_keys_of_a_knockout_are_counted_without_sinks() -> None:
 
 def grouped_net() -> tuple[Any, dict[str, Tensor]]:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=50,
-        pad_token_id=0,
-        eos_token_id=49,
-    )
+    config = transformers.LlamaConfig(**GROUPED, pad_token_id=0, eos_token_id=49)
     ids = torch.tensor([[0, 0, 3, 44, 9], [8, 8, 41, 2, 33]])
     prompt = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     return transformers.LlamaForCausalLM(config).eval(), prompt

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder.postprocessors import Scale
-from tests.harness import recorder
+from tests.harness import in_a_thread, recorder
 from tests.oracle import same_bits
 from tests.zoo.base import Net, linear
 
@@ -89,9 +89,7 @@ def test_other_thread_does_not_replace_what_this_one_sees() -> None:
         rnet(other)
         seen.append(same_bits(rnet.activations["0"], net[0].forward(other)))
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    in_a_thread(work)
     assert seen == [0, True]
     assert same_bits(rnet.activations["0"], net[0].forward(x))
 

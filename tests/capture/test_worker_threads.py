@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import FlowError, Recorder
+from tests.harness import in_a_thread
 from tests.oracle import same_bits
 from tests.zoo.base import Net, linear
 
@@ -25,14 +25,6 @@ def in_a_pool(module: nn.Module, x: Tensor) -> Tensor:
 def in_a_pool_of_its_own(module: nn.Module, x: Tensor) -> Tensor:
     with ThreadPoolExecutor(2) as pool:
         return next(iter(pool.map(module, [x])))
-
-
-def in_a_thread(module: nn.Module, x: Tensor) -> Tensor:
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(module(x)))
-    thread.start()
-    thread.join()
-    return found[0]
 
 
 def here(module: nn.Module, x: Tensor) -> Tensor:
