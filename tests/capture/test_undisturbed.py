@@ -68,24 +68,6 @@ def test_weak_reference_to_an_output_finds_what_the_net_goes_on_with() -> None:
     assert_undisturbed(Net(forward, inner=Net(inner, linear=linear())), "inner")
 
 
-def hook_count(tensor: Tensor) -> int:
-    return len(tensor._backward_hooks or ())
-
-
-def test_no_gradient_hooks_are_put_on_parameters_and_inputs() -> None:
-    net = Net(
-        lambda net, x: net.linear(net.same(x)) * net.scale(x),
-        same=nn.Identity(),
-        linear=linear(),
-        scale=Net(lambda net, x: net.factor, factor=nn.Parameter(torch.ones(4))),
-    )
-    rnet = recorder(net, gradients=True)
-    x = torch.randn(3, 4, requires_grad=True)
-    for _ in range(PASSES):
-        rnet(x).sum().backward()
-        assert (hook_count(net.scale.factor), hook_count(x)) == (0, 0)
-
-
 def test_hooks_of_the_user_outlive_records_of_what_a_layer_hands_on() -> None:
     net = Net(
         lambda net, x: net.same(x) * net.scale(x),

@@ -272,16 +272,6 @@ def test_calls_that_are_shared_out_otherwise_are_an_error() -> None:
         rnet(torch.ones(2), 6)
 
 
-def test_a_function_that_is_not_called_is_an_error() -> None:
-    either = Composed(lambda _, x, bends=True: x.sin() if bends else x.cos())
-    rnet = recorder(either, "/sin", input_data=torch.ones(2))
-    with pytest.raises(FlowError, match=r"0-1/sin:0 .*: 1 at labelling, 0 now"):
-        rnet(torch.ones(2), False)
-    assert not rnet.activations
-    rnet(torch.ones(2))
-    assert "/sin" in rnet.activations
-
-
 def test_what_runs_in_a_transform_is_listed_and_not_recorded() -> None:
     mapped = Composed(lambda _, x: torch.vmap(lambda row: row.sin())(x).cos())
     rnet = Recorder(mapped, input_data=torch.randn(2, 3), verbose=0)
