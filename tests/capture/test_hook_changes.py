@@ -25,19 +25,12 @@ from scio_recorder.events import track
 from scio_recorder.postprocessors import OnInput
 from scio_recorder.tensors import private
 from tests.garbage import garbage_left
-from tests.harness import in_a_thread
+from tests.harness import in_a_thread, recorder
 from tests.oracle import same_bits
 from tests.zoo.base import Net, linear
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 SLEEP_IN_SECONDS = 2e-4
-
-
-def recorder(net: nn.Module, *selectors: Any, **settings: Any) -> Recorder:
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    if selectors:
-        rnet.record(*selectors, **settings)
-    return rnet
 
 
 class Reader(threading.Thread):
@@ -125,7 +118,7 @@ WORKS = [guard, guard_beside_a_new_hook, record, record_behind_another_hook, log
 @pytest.mark.parametrize("work", WORKS)
 def test_hooks_never_change_while_another_thread_reads_them(work: Any) -> None:
     net = nn.Sequential(linear(), nn.ReLU())
-    rnet = recorder(net)
+    rnet = Recorder(net, input_size=(3, 4))
     for module in net:
         for _ in range(20):
             module.register_forward_hook(lambda *call: None)
@@ -172,7 +165,7 @@ class Guarded(OrderedDict[int, Any]):
 @pytest.mark.parametrize("work", [work for work in WORKS if work is not save_less])
 def test_all_changes_of_hooks_keep_other_threads_out(work: Any) -> None:
     net = nn.Sequential(linear(), nn.ReLU())
-    rnet = recorder(net)
+    rnet = Recorder(net, input_size=(3, 4))
     for module in net:
         for name in private.FORWARD_HOOKS:
             hooks = Guarded(getattr(module, name))
@@ -317,8 +310,7 @@ def test_a_pass_that_fails_leaves_the_hooks_to_one_that_has_only_begun() -> None
 
     is_beginning, failed = threading.Event(), threading.Event()
     net = Net(lambda net, x, options: net.linear(x) * options["factor"], linear=linear())
-    rnet = Recorder(net, input_data=(X, {"factor": 1.0}), verbose=0)
-    rnet.record("*")
+    rnet = recorder(net, "*", input_data=(X, {"factor": 1.0}))
     rnet(X, {"factor": 1.0})
     is_beginning.set()
     output = rnet(X, Options())
@@ -351,7 +343,7 @@ def test_a_call_goes_on_when_another_thread_ends_what_looked_at_it(
 ) -> None:
     net = nn.Sequential(linear(), nn.ReLU())
     expected = net(X)
-    rnet = recorder(net)
+    rnet = Recorder(net, input_size=(3, 4))
     ends: list[Any] = []
 
     # Torch has read the module's hooks when it calls this one, which is the first.
@@ -390,7 +382,7 @@ def test_saved_tensors_of_a_thread_are_as_before_when_another_one_ends_the_block
     found: list[Any] = []
     net = nn.Sequential(linear(), Net(wait))
     thread = threading.Thread(target=work)
-    with recorder(net).saved_tensors("*", dtype=torch.float16):
+    with Recorder(net, input_size=(3, 4)).saved_tensors("*", dtype=torch.float16):
         thread.start()
         assert is_running.wait(60)
     is_over.set()
@@ -403,7 +395,7 @@ def test_saved_tensors_of_a_thread_are_as_before_when_another_one_ends_the_block
 
 def test_a_block_of_saved_tensors_that_is_entered_again_acts_again() -> None:
     net = nn.Sequential(linear(), nn.Sigmoid())
-    block = recorder(net).saved_tensors("*", dtype=torch.float16)
+    block = Recorder(net, input_size=(3, 4)).saved_tensors("*", dtype=torch.float16)
     for _ in range(2):
         with block:
             output = net(X)
@@ -460,7 +452,7 @@ def test_a_wait_that_is_interrupted_leaves_no_hook_behind(monkeypatch: Any) -> N
     net = nn.Sequential(linear(), nn.ReLU())
 
     def interrupted_at_the_end() -> None:
-        with recorder(net).guard():
+        with Recorder(net, input_size=(3, 4)).guard():
             net(X)
             assert any(net[0]._forward_pre_hooks)
             # A collection inside another one does nothing.

@@ -37,6 +37,8 @@ def test_exception_frees_the_graph() -> None:
     fails = Fails()
     marked = nn.Sequential(linear(), Net(lambda _, x: Mark.apply(x)), nn.ReLU(inplace=True), fails)
     rnet = recorder(marked, "0", "1", "2", gradients=True, inputs=True)
+    rnet(torch.randn(3, 4))
+    assert marked_graphs() == 1
     fails.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         rnet(torch.randn(3, 4))

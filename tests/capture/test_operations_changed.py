@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scio_recorder import LayerNotFoundError, PostprocessorError, Recorder
 from scio_recorder.postprocessors import At, Heads, OnInput
+from tests.harness import recorder
 from tests.oracle import same_bits
 from tests.zoo.base import Net
 
@@ -104,10 +105,8 @@ def fresh(function: Callable[[Tensor], Any]) -> Twice:
     return Twice(function).eval()
 
 
-def recorder(function: Callable[[Tensor], Any], name: str) -> Recorder:
-    rnet = Recorder(fresh(function), input_size=(3, 4), verbose=0)
-    rnet.record(f"/{name}:0", "first")
-    return rnet
+def recorded(function: Callable[[Tensor], Any], name: str) -> Recorder:
+    return recorder(fresh(function), f"/{name}:0", "first")
 
 
 def gradients(net: nn.Module, output: Tensor) -> list[Tensor]:
@@ -139,7 +138,7 @@ def test_what_an_operation_returned_is_changed(name: str, context: str) -> None:
     post = {f"/{name}": doubled} if name in ("split", "chunk") else {f"/{name}": double}
     if name == "max":
         post = {f"/{name}": lambda pair: torch.return_types.max((pair[0] * 2, pair[1] * 2))}
-    rnet, net = recorder(PLAIN[name], name), fresh(PLAIN[name])
+    rnet, net = recorded(PLAIN[name], name), fresh(PLAIN[name])
     with CONTEXTS[context]():
         for _ in range(2):
             rnet.net.zero_grad()
@@ -158,7 +157,7 @@ def test_what_an_operation_returned_is_changed(name: str, context: str) -> None:
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_what_an_operation_wrote_is_changed_where_it_wrote(name: str, context: str) -> None:
     x = torch.randn(3, 4)
-    rnet, net = recorder(IN_PLACE[name], name), fresh(IN_PLACE[name])
+    rnet, net = recorded(IN_PLACE[name], name), fresh(IN_PLACE[name])
     with CONTEXTS[context]():
         if context == "grad" and name == "mul":
             # torch takes no out= that requires gradients.
@@ -175,7 +174,7 @@ def test_what_an_operation_wrote_is_changed_where_it_wrote(name: str, context: s
 def test_what_an_operation_receives_is_changed(name: str, context: str) -> None:
     function = {**PLAIN, **IN_PLACE}[name]
     x = torch.randn(3, 4)
-    rnet, net = recorder(function, name), fresh(function)
+    rnet, net = recorded(function, name), fresh(function)
     with CONTEXTS[context]():
         mine = rnet(x, activation_postproc={f"/{name}": OnInput(double)})
         theirs = net.by_hand(x, before=double, in_place=name in IN_PLACE)
@@ -189,8 +188,7 @@ def test_in_place_operation_whose_result_is_not_used_goes_on_changed() -> None:
         return h
 
     x = torch.randn(3, 4)
-    rnet = Recorder(fresh(function), input_size=(3, 4), verbose=0)
-    rnet.record("/add_", "/mul")
+    rnet = recorder(fresh(function), "/add_", "/mul")
     hidden = fresh(function).first(x)
     for post, expected in [
         ({"/add_": double}, (hidden + 1) * 2 * 3),
@@ -219,8 +217,7 @@ def test_an_operation_that_writes_what_was_there_is_changed_where_it_wrote(
         return h
 
     x = torch.randn(3, 4)
-    rnet = Recorder(Twice(unused).eval(), input_size=(3, 4), verbose=0)
-    rnet.record(f"/{name}")
+    rnet = recorder(Twice(unused).eval(), f"/{name}")
     nn.init.constant_(rnet.net.first.bias, 9)
     with CONTEXTS[context]():
         mine = rnet(x, activation_postproc={f"/{name}": double})
@@ -334,8 +331,7 @@ def test_operations_that_change_more_than_numbers_are_refused_before_anything_ru
             return hidden.sum()
 
     x = torch.randn(3, 4)
-    rnet = Recorder(Counted(), input_size=(3, 4))
-    rnet.record(f"/{name}")
+    rnet = recorder(Counted(), f"/{name}")
     ran.clear()
     with pytest.raises(PostprocessorError, match=f"can't act on .*{name}.* before or behind"):
         rnet(x, activation_postproc={f"/{name}": kind(lambda value: value)})
@@ -345,7 +341,7 @@ def test_operations_that_change_more_than_numbers_are_refused_before_anything_ru
 
 @pytest.mark.parametrize("name", ["add_", "mul_", "mul", "relu", "sigmoid_"])
 def test_another_shape_can_not_be_written_where_an_operation_wrote(name: str) -> None:
-    rnet, x = recorder(IN_PLACE[name], name), torch.randn(3, 4)
+    rnet, x = recorded(IN_PLACE[name], name), torch.randn(3, 4)
     with torch.no_grad(), pytest.raises(PostprocessorError, match=r"of shape \(3, 4\)"):
         rnet(x, activation_postproc={f"/{name}": lambda value: value[:, :1]})
 
@@ -367,7 +363,7 @@ def test_what_replaces_several_outputs_is_written_to_all_of_them(name: str) -> N
     def change(pair: Any) -> Any:
         return pair[0] * 2, pair[1] + 1
 
-    rnet, x = recorder(function, name), torch.randn(3, 4)
+    rnet, x = recorded(function, name), torch.randn(3, 4)
     mine = rnet(x, activation_postproc={f"/{name}": lambda pair: type(pair)(change(pair))})
     assert same_bits(mine, fresh(lambda h: function(h, change))(x))
     with pytest.raises(PostprocessorError, match=f"{name} writes to 2 of its arguments"):
@@ -377,7 +373,7 @@ def test_what_replaces_several_outputs_is_written_to_all_of_them(name: str) -> N
 def test_post_processors_that_work_in_place_get_a_copy() -> None:
     x = torch.randn(3, 4)
     for name in ("add", "getitem", "contiguous", "view"):
-        rnet, net = recorder(PLAIN[name], name), fresh(PLAIN[name])
+        rnet, net = recorded(PLAIN[name], name), fresh(PLAIN[name])
         with torch.no_grad():
             mine = rnet(x, activation_postproc={f"/{name}": double_in_place})
             assert same_bits(mine, net.by_hand(x, double)), name
@@ -414,8 +410,7 @@ def zero_last(value: Tensor) -> Tensor:
 )
 def test_parts_of_what_an_operation_returned(post: Any, by_hand: Any) -> None:
     net, x = Attention().eval(), torch.randn(2, 5, 8)
-    rnet = Recorder(net, input_size=(2, 5, 8), verbose=0)
-    rnet.record("/reshape", "out")
+    rnet = recorder(net, "/reshape", "out", input_size=(2, 5, 8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mine = rnet(x, activation_postproc={"/reshape": post})
@@ -428,8 +423,7 @@ def test_parts_of_what_an_operation_returned(post: Any, by_hand: Any) -> None:
 
 def test_post_processors_by_list_and_for_all_come_in_order() -> None:
     net, x = fresh(PLAIN["add"]), torch.randn(3, 4)
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record("/add:0", "first", "first/linear")
+    rnet = recorder(net, "/add:0", "first", "first/linear")
     assert [str(key) for key in rnet.activations.architecture.in_order(rnet.recording)] == [
         "1-1/linear:0",
         "(1, 1)",
@@ -455,8 +449,7 @@ def test_an_operation_that_fails_does_not_shift_what_is_changed() -> None:
         return torch.add(first, 10)
 
     x = torch.randn(2, 4)
-    rnet = Recorder(Net(retry), input_size=(2, 4), verbose=0)
-    rnet.record("/add", inputs=True)
+    rnet = recorder(Net(retry), "/add", input_size=(2, 4), inputs=True)
     assert same_bits(rnet(x, activation_postproc={"/add:1": OnInput(double)}), (x + 1) * 2 + 10)
     assert same_bits(rnet(x, activation_postproc={"/add:1": double}), (x + 1 + 10) * 2)
     assert same_bits(rnet.inputs["/add:0"].args[0], x)
@@ -465,7 +458,7 @@ def test_an_operation_that_fails_does_not_shift_what_is_changed() -> None:
 
 def test_post_processors_that_are_wrong_are_errors() -> None:
     x = torch.randn(3, 4)
-    rnet = recorder(PLAIN["add"], "add")
+    rnet = recorded(PLAIN["add"], "add")
     for post, message in [
         (lambda y: y[:2], r"0-1/add:0 .* returned the shape \(2, 4\)"),
         (lambda y: 3, r"0-1/add:0 .* returned a int"),

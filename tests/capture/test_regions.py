@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder
 from scio_recorder.postprocessors import OnInput
+from tests.harness import recorder
 from tests.zoo.base import Net, linear
 from tests.zoo.gradients import region
 
@@ -53,12 +54,6 @@ def build(forward: Callable[..., Any], **state: Any) -> nn.Module:
 
 def small(call: Callable[..., Any]) -> nn.Module:
     return build(lambda net, x: call(net.block, net.first(x)))
-
-
-def recorder(net: nn.Module, *selectors: str) -> Recorder:
-    rnet = Recorder(net, input_size=(3, 4), verbose=0)
-    rnet.record(*(selectors or SELECTED))
-    return rnet
 
 
 def leaf() -> Tensor:
@@ -100,7 +95,7 @@ def test_postprocessors_act_in_the_rerun_after_the_selection_was_given_up(
     give_up: Any, reentrant: bool
 ) -> None:
     net = small(around(reentrant))
-    rnet = recorder(net)
+    rnet = recorder(net, *SELECTED)
     output = rnet(leaf(), activation_postproc=triple)
     if give_up is not None:
         give_up(rnet)
@@ -112,7 +107,7 @@ def test_postprocessors_act_in_the_rerun_after_the_selection_was_given_up(
 @REENTRANT
 def test_hooks_that_wait_for_a_rerun_leave_with_the_graph(reentrant: bool) -> None:
     net = small(around(reentrant))
-    rnet = recorder(net)
+    rnet = recorder(net, *SELECTED)
     output = rnet(leaf(), activation_postproc=triple)
     rnet.remove()
     assert any(module._forward_hooks for module in net.modules())
@@ -125,7 +120,7 @@ def test_hooks_that_wait_for_a_rerun_leave_with_the_graph(reentrant: bool) -> No
 def test_backward_on_another_thread_takes_the_postprocessors_of_its_own_pass(
     reentrant: bool,
 ) -> None:
-    rnet = recorder(small(around(reentrant)))
+    rnet = recorder(small(around(reentrant)), *SELECTED)
 
     def both() -> tuple[Tensor, Tensor]:
         output = elsewhere(lambda: rnet(leaf(), activation_postproc=triple))
@@ -198,7 +193,7 @@ def test_output_that_is_a_view_may_be_changed_before_backward(
     def flat(call: Callable[..., Any]) -> nn.Module:
         return build(lambda net, x: call(net.block, net.first(x)).view(12))
 
-    rnet = recorder(flat(around(reentrant)))
+    rnet = recorder(flat(around(reentrant)), *SELECTED)
     output = rnet(leaf(), activation_postproc=triple, dont_record=dont_record)
     output *= 2
     plain = intervene(flat(bare), triple)
@@ -215,7 +210,7 @@ def test_loss_that_the_net_keeps_to_itself(dont_record: bool, reentrant: bool) -
 
         return build(forward, kept=[None])
 
-    rnet = recorder(keeping(around(reentrant)))
+    rnet = recorder(keeping(around(reentrant)), *SELECTED)
     rnet(leaf(), activation_postproc=triple, dont_record=dont_record)
     plain = intervene(keeping(bare), triple)
     plain(leaf())
@@ -235,7 +230,7 @@ def test_backpropagation_through_a_state_reaches_the_pass_before(
 
         return build(forward, state=[0])
 
-    rnet = recorder(recurrent(around(reentrant)))
+    rnet = recorder(recurrent(around(reentrant)), *SELECTED)
     rnet.net.state[0] = 0
     rnet(leaf(), activation_postproc=quintuple, dont_record=dont_record)
     output = rnet(leaf(), activation_postproc=triple, dont_record=dont_record)
@@ -255,7 +250,7 @@ def test_net_that_enables_gradients_itself(reentrant: bool) -> None:
 
         return build(forward)
 
-    rnet = recorder(enabling(around(reentrant)))
+    rnet = recorder(enabling(around(reentrant)), *SELECTED)
     with torch.no_grad():
         output = rnet(leaf(), activation_postproc=triple)
     plain = intervene(enabling(bare), triple)
@@ -272,7 +267,7 @@ def test_net_that_calls_its_own_recorder(reentrant: bool) -> None:
             return y
         return y + recorders[0](x * 2, again=False, activation_postproc=quintuple)
 
-    rnet = recorder(build(forward))
+    rnet = recorder(build(forward), *SELECTED)
     recorders.append(rnet)
     mine = gradients(rnet.net, rnet(leaf(), activation_postproc=triple))
     plain = small(bare)

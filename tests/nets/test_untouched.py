@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from scio_recorder import Recorder, compare
 from scio_recorder.nets.state.untouched import untouched
 from scio_recorder.tensors import private
+from tests.harness import recorder
 from tests.zoo.base import Net as Composed
 
 
@@ -226,21 +227,19 @@ def label(net: nn.Module) -> None:
 
 
 def recompute(net: Any) -> Callable[[], Any]:
-    rnet = Recorder(nn.Sequential(net), input_size=(2, 4))
-    rnet.record("0", inputs=True)
+    rnet = recorder(nn.Sequential(net), "0", input_size=(2, 4), inputs=True)
     rnet(torch.randn(2, 4))
     net.state = net.make()
     return lambda: rnet.recompute("0.inner")
 
 
 def compare_with_a_copy(net: nn.Module) -> Callable[[], Any]:
-    recorder, other = (Recorder(net, input_size=(2, 4)) for _ in range(2))
-    return lambda: compare(recorder, other, [torch.randn(2, 4)], progress=False)
+    first, second = (Recorder(net, input_size=(2, 4)) for _ in range(2))
+    return lambda: compare(first, second, [torch.randn(2, 4)], progress=False)
 
 
 def sweep(net: nn.Module) -> Callable[[], Any]:
-    rnet = Recorder(net, input_size=(2, 4))
-    rnet.record("inner", "last")
+    rnet = recorder(net, "inner", "last", input_size=(2, 4))
     return lambda: rnet.sweep(*torch.randn(2, 2, 4), lambda out: out.sum())
 
 
@@ -376,8 +375,7 @@ def test_hooks_on_all_modules_run_in_other_threads_and_are_themselves_again() ->
 
 def test_hooks_of_the_recorder_may_come_and_go_meanwhile() -> None:
     net = nn.Sequential(nn.ReLU(), nn.Tanh())
-    rnet = Recorder(net, input_size=(2, 4))
-    rnet.record("0")
+    rnet = recorder(net, "0", input_size=(2, 4))
     with untouched(net) as state:
         net[1].register_forward_hook(lambda *_: None)
         rnet.record("1")
@@ -394,8 +392,7 @@ def test_a_recorder_in_the_net_is_as_before(can_be_copied: bool) -> None:
     net = Composed(lambda net, x: net.norm(net.inner(x)), **parts)
     net.lock = None if can_be_copied else threading.Lock()
     seen: list[str] = []
-    rnet = Recorder(net, input_size=(2, 4))
-    rnet.record("inner", inputs=True, gradients=True)
+    rnet = recorder(net, "inner", input_size=(2, 4), inputs=True, gradients=True)
     rnet(torch.randn(3, 4)).sum().backward()
     net.inner.register_forward_hook(lambda *_: seen.append("hook"))
 
