@@ -59,12 +59,19 @@ _MODULE_OF = {
 }
 # The rooms that need no import of their own, as in `scio_recorder.reductions.Mean`.
 _ROOMS = ("analysis", "events", "postprocessors", "recorder", "recording", "reductions", "stores")
+_WITH_CLASSES = ("postprocessors", "reductions", "stores")
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULE_OF:
+        rooms = [] if name.startswith("_") else map(__getattr__, _WITH_CLASSES)
+        for room in rooms:
+            if name in room.__all__:
+                # An AttributeError would become an ImportError without this text.
+                text = f"write from {room.__name__} import {name}"
+                raise errors.caught_as(errors.ArgumentError, ImportError(), text)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value

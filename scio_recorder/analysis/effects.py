@@ -16,6 +16,7 @@ from scio_recorder.display.outline import Listed, Listing, full_name, visible
 from scio_recorder.errors import ArgumentError
 from scio_recorder.layer import Layer, RowIdx, counted, text_of
 from scio_recorder.lowlevel import LayerMapping, needing
+from scio_recorder.tensors import names_arguments
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,6 +92,7 @@ class Effects(Listed):
         values: Tensor = LayerMapping(self.architecture, rows, "effect")[key]
         return values
 
+    @names_arguments
     def to_frame(self) -> pd.DataFrame:
         """Return a table with a row for each value; needs pandas.
 
@@ -112,6 +114,7 @@ class Effects(Listed):
         frame = pd.DataFrame(rows, columns=names).set_index("label")
         return frame.drop(columns="position") if self.positions is None else frame
 
+    @names_arguments
     def plot(self, position_names: Sequence[str] | None = None) -> Figure:
         """Draw a bar for each layer, or a map of layers and positions; needs matplotlib.
 

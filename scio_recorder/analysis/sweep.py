@@ -251,7 +251,7 @@ def _number(value: Any) -> float:
     except (TypeError, ValueError, RuntimeError):
         raise ComparisonError(
             f"the metric returned {describe(value)}: it must return one real number, a float "
-            "or a tensor of shape (), such as output[0, 3] or output.mean()"
+            "or a tensor of shape (), such as output.mean()"
         ) from None
 
 
@@ -268,7 +268,7 @@ def _check(capture: Capture, metric: Any) -> None:
     if not callable(metric):
         raise ComparisonError(
             f"metric={metric!r}: give a function of the network's output that returns a number, "
-            "such as lambda output: output[0, 3]"
+            "such as lambda output: output.mean()"
         )
 
 

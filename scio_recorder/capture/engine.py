@@ -32,7 +32,7 @@ from scio_recorder.layer import Layer, OperationIdx, RowIdx
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention import AttentionRecords
 from scio_recorder.nets.operations import unseen
-from scio_recorder.nets.records import Inputs, Records
+from scio_recorder.nets.records import RUN_IT, Inputs, Records
 from scio_recorder.nets.sharded import Shards, is_sharded
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import (
@@ -209,7 +209,9 @@ class Capture:
                 "it. A post-processor is given what its layer returns, or with OnInput receives"
             )
         records = Records(self.architecture, what=what)
-        records.why_none = self.why_none
+        is_to_run = self.recording and what == "activation"
+        has_not_run = f"the net has not run since record(...): {RUN_IT}" if is_to_run else ""
+        records.why_none = self.why_none or has_not_run
         return records
 
     @property

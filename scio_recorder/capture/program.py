@@ -45,6 +45,16 @@ class RecordOptions:
     # The layers whose attention is recorded.
     attention: tuple[DepthIdx, ...] = ()
 
+    @property
+    def in_use(self) -> dict[str, object]:
+        """The keywords other than the default ones, as they are written."""
+        given = {name: value for name, value in vars(self).items() if value != _DEFAULTS[name]}
+        layers = [text_of(label) for label in self.attention]
+        return {**given, "attention": layers} if layers else given
+
+
+_DEFAULTS = vars(RecordOptions())
+
 
 class Sink(Protocol):
     """Receives the outputs of recorded layers, in place of the records of the pass.
@@ -97,7 +107,7 @@ class Program:
         self.hidden -= {*recording}
         self.recording = recording
         rows = (*recording, *self.hidden)
-        self.architecture = architecture = architecture.around(rows)
+        self.architecture = architecture = architecture.around(rows, options.in_use)
         self.options = options
         # Whether modules must run just as often as at labelling.
         self.counts_calls = options.calls == "labelled"

@@ -52,6 +52,8 @@ _OFFERED, _LISTED = 4, 12
 _TRANSFORMERLENS = "docs/how-to/coming-from-transformerlens.md"
 # How alike an attribute must be to be offered, from 0 to 1.
 _ALIKE = 0.7
+# Keys of a residual stream.
+_OF_STREAM = re.compile(r"blocks\.\d+\.(resid_\w+|attn_out|mixer_out|mlp_out)")
 # A number that is a whole component of a name, such as that of a block.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^./])")
 # The way on if a module did not run at labelling.
@@ -89,6 +91,9 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
       1-1 Linear 0          (1, 3)
       1-2 ReLU 1            (1, 3)
     """
+
+    # The keywords of ``record`` in use, which advice repeats.
+    _options: Mapping[str, object] = MappingProxyType({})
 
     def __init__(
         self,
@@ -176,22 +181,37 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         """
         return type(self)(self._rows.values(), self._names, operations, self.num_sharing)
 
-    def around(self, labels: Iterable[RowIdx]) -> Self:
+    def around(self, labels: Iterable[RowIdx], options: Mapping[str, object]) -> Self:
         """Return the same layers, of the operations only all calls of the functions of some.
 
         Parameters
         ----------
         labels : iterable of (int, int) or OperationIdx
             Those of layers don't matter.
+        options : mapping
+            The keywords of ``record`` with which they are recorded, for `recording_also`.
         """
         chosen = [self.operations[label] for label in labels if isinstance(label, OperationIdx)]
-        if not self.operations:
+        if not self.operations and options == self._options:
             return self
         functions = {(id(row.module), row.function) for row in chosen}
         rows = self.operations.values()
-        return self.with_operations(
+        made = self.with_operations(
             row for row in rows if (id(row.module), row.function) in functions
         )
+        made._options = options
+        return made
+
+    def recording_also(self, key: str, **options: object) -> str:
+        """Return the call that records another layer as well, and keeps what is chosen already.
+
+        Examples
+        --------
+        >>> Architecture([], {}).recording_also('"1-3"', inputs=True)
+        'rnet.record(*rnet.recording, "1-3", inputs=True)'
+        """
+        keywords = [f"{name}={value!r}" for name, value in {**options, **self._options}.items()]
+        return f"rnet.record({', '.join(['*rnet.recording', key, *keywords])})"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -786,6 +806,8 @@ def offer(wanted: str, names: Iterable[str], types: Mapping[str, str] | None = N
     known = list(filter(None, names))
     if "hook_" in wanted and not any("hook_" in name for name in known):
         return f"names of TransformerLens stand beside those here in {_TRANSFORMERLENS}"
+    if _OF_STREAM.fullmatch(wanted):
+        return f'write rnet.residual_stream()["{wanted}"], which is a label'
     close = fnmatch.filter(known, f"*.{wanted}") or _without_ends(wanted, known)
     close = close or _close(wanted, known)
     close = close or _of_types(wanted, types or {})

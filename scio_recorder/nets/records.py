@@ -27,26 +27,25 @@ _SHOWN = 6
 # The printed form: layers, and the widths of their names and of a structure's shapes.
 _LISTED, _WIDEST, _LONGEST = 60, 60, 300
 # The advice if there is nothing to read yet.
-_RUN = (
-    "Choose layers with rnet.record(), then run the net with rnet(x). Calls of the net itself, as "
-    "rnet.net(x), are recorded inside `with rnet.watch() as passes:`"
+RUN_IT = (
+    "run the net with rnet(x). Calls of the net itself, as rnet.net(x), are recorded inside `with "
+    "rnet.watch() as passes:`"
 )
 _HOW = {
-    "input": "Choose layers with rnet.record(..., inputs=True), then run the net with rnet(x)",
-    "gradient": "Choose layers with rnet.record(..., gradients=True), run the net with rnet(x), "
-    "and differentiate with loss.backward()",
-    "attention": "Choose layers with rnet.record(..., attention=True), then run the net with "
-    "rnet(x)",
-    "recording": "Choose layers with rnet.record(...) before rnet.collect(...)",
+    "input": "Choose layers, as by {}, then run the net with rnet(x)",
+    "gradient": "Choose layers, as by {}, run the net with rnet(x), and differentiate with "
+    "loss.backward()",
+    "attention": "Choose layers, as by {}, then run the net with rnet(x)",
+    "recording": "Choose layers, as by {}, before rnet.collect(...)",
     "reduction": "Reduce layers as they are collected, by rnet.collect(batches, reduce=...)",
     "relative error": "Layers are kept with another precision by rnet.collect(batches, dtype=...)",
 }
 
 # The advice if there is something to read of other layers.
 _RECORD_IT = {
-    "activation": '. Record it, too: rnet.record(*rnet.recording, "{}"), and run the net again',
-    "input": '. Record it, too: rnet.record(*rnet.recording, "{}", inputs=True)',
-    "recording": '. Record it, too: rnet.record(*rnet.recording, "{}") before rnet.collect(...)',
+    "activation": ". Record it, too: {}, and run the net again",
+    "input": ". Record it, too: {}, and run the net again",
+    "recording": ". Record it, too: {} before rnet.collect(...)",
 }
 
 
@@ -210,13 +209,29 @@ class LayerMapping(Mapping["RowIdx", T], Generic[T]):
         if label in self.reasons:
             return f"there is no {self._what} of layer {layer}: {self.reasons[label]}"
         if not self._values:
-            return f"there is no {self._what} of layer {layer}: {self._explain_absence()}"
+            return f"there is no {self._what} of layer {layer}: {self._explain_absence(label)}"
         here = few([self._architecture[at] for at in self._values], _SHOWN)
-        advice = _RECORD_IT.get(self._what, "").format(text_of(label))
+        advice = _RECORD_IT.get(self._what, "").format(self._recording_also(label))
         return f"there is no {self._what} of layer {layer}; there is one of {here}{advice}"
 
-    def _explain_absence(self) -> str:
-        return self.why_none or f"there is none of any layer yet. {_HOW.get(self._what, _RUN)}"
+    def _recording_also(self, label: RowIdx | None) -> str:
+        """Return the call that records a layer, too; by default the last one, as an example."""
+        if label is None and self._what != "attention":
+            label = [row.label for row in self._architecture.values() if row.executed][-1]
+        options: dict[str, dict[str, object]] = {
+            "input": {"inputs": True},
+            "gradient": {"gradients": True},
+            # Other recorded layers may have none.
+            "attention": {"attention": label and text_of(label)},
+        }
+        key = f'"{text_of(label)}"' if label else "..."
+        return self._architecture.recording_also(key, **options.get(self._what, {}))
+
+    def _explain_absence(self, label: RowIdx | None = None) -> str:
+        how = _HOW.get(self._what, f"Choose layers, as by {{}}, then {RUN_IT}")
+        return self.why_none or (
+            f"there is none of any layer yet. {how.format(self._recording_also(label))}"
+        )
 
     if not TYPE_CHECKING:
 
@@ -227,7 +242,8 @@ class LayerMapping(Mapping["RowIdx", T], Generic[T]):
             if self._architecture.rows_of(name):
                 hint = f": write [{name!r}] in place of .{name}"
             elif name == "activations":
-                hint = ': it holds them itself, so write recording["1-3"] or a name'
+                example = "".join(f', such as recording["{text_of(at)}"]' for at in [*self][:1])
+                hint = f": it holds them itself, so write recording[label]{example}"
             elif name in ("inputs", "attention"):
                 hint = f": write rnet.{name}, or for a pass of a block passes.{name}[-1]"
             elif hasattr(Tensor, name):

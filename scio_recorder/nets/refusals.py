@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,9 @@ from scio_recorder.tensors.structures import Apart, holder_out_of_sight, tensors
 _SHOWN = 8
 # One of these is in each message of torch about a dtype.
 _ABOUT_DTYPES = re.compile("type|not implemented for", re.IGNORECASE)
+# Keywords of a call of the recorder, and of `record`.
+_OF_CALL = ("activation_postproc", "dont_record")
+_OF_RECORD = ("inputs", "gradients", "copy", "offload", "calls", "attention")
 _ADVICE = {
     "input_size": "input_size includes the batch dimension and gives float inputs; for others "
     "write dtypes=[torch.long], or give input_data",
@@ -150,21 +154,36 @@ def takes_any_keyword(net: nn.Module) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def unknown_keyword(net: nn.Module, names: Iterable[str], known: Sequence[str]) -> str:
-    """Return the message about a keyword that neither `Recorder` nor the forward has; or nothing.
+@functools.cache
+def _is_like_ours(name: str) -> bool:
+    """Whether a keyword of a call may be meant for the recorder; calls repeat their keywords."""
+    return name in _OF_RECORD or bool(nearest(name, _OF_CALL))
 
-    Where the forward takes any keyword, it is about one that is nearly one of `Recorder`.
+
+def unknown_keyword(
+    net: nn.Module,
+    keywords: Mapping[str, Any],
+    known: Sequence[str] = _OF_CALL,
+    caller: str = "rnet()",
+) -> str:
+    """Return the message about a keyword that neither a recorder nor the forward has; or nothing.
+
+    Where the forward takes any keyword, it is about one that is nearly one of the recorder.
 
     Examples
     --------
-    >>> unknown_keyword(nn.ReLU(), ["input_shape"], ["input_size", "device"])
-    "Recorder() and the network's forward take no input_shape=; the closest name is 'input_size'"
+    >>> unknown_keyword(nn.ReLU(), {"dont_recrd": True})
+    "rnet() and the network's forward name no dont_recrd=; the closest name is 'dont_record'"
     """
+    if known is _OF_CALL and not any(map(_is_like_ours, keywords)):
+        return ""
     taken, takes_any = _argument_names(net), takes_any_keyword(net)
-    for name in names:
+    for name, value in keywords.items():
         near = nearest(name, known if takes_any else [*known, *taken])
+        if name in _OF_RECORD and value is True:
+            near = f": write rnet.record(..., {name}=True)"
         if name not in taken and (near or not takes_any):
-            return f"Recorder() and the network's forward take no {name}={near}"
+            return f"{caller} and the network's forward name no {name}={near}"
     return ""
 
 
@@ -236,6 +255,9 @@ inputs, such as tokenizer(texts, return_tensors="pt")
     is_shape = keyword == "input_size" and all(isinstance(part, int) for part in parts)
     if is_shape and (len(parts) == 1 or (len(parts) == 3 and parts[0] in (1, 3))):
         advice += f". For one sample of shape {parts}, write input_size={(1, *parts)}"
+    if type(net).forward is nn.Module.forward:
+        parts_of = "*net.values()" if isinstance(net, nn.ModuleDict) else "*net"
+        advice = f"It has no forward: write nn.Sequential({parts_of}), or a module that calls them"
     if isinstance(cause, RecursionError):
         advice = (
             "Beside each module that runs inside another, labelling has calls of its own: raise "
@@ -372,17 +394,20 @@ def explain_call(
     """
     if isinstance(error, RecorderError):
         return
-    for name in kwargs:
-        near = nearest(name, ("activation_postproc", "dont_record"))
-        if near and f"keyword argument '{name}'" in str(error):
-            error.add_note(f"{name}= was given to the network{near}.")
+    layer, net = failing_layer(error, architecture), architecture[0, 1].module
+    if net is not None and "unexpected keyword" in str(error):
+        error.add_note(unknown_keyword(net, kwargs))
+    elif (
+        kwargs and not tensors((args, kwargs)) and any(isinstance(x, list) for x in kwargs.values())
+    ):
+        error.add_note('Its inputs are lists: write tokenizer(texts, return_tensors="pt").')
     if not (args or kwargs):
         error.add_note("The network was given no input: write one, as in rnet(x).")
     elif isinstance(error, TypeError) and any(map(callable, args[1:])):
         error.add_note("If the function is a post-processor, write activation_postproc=.")
     elif len(args) == 1 and (note := _note_on_batch(args[0], error)):
         error.add_note(f"The network was given {note}.")
-    layer, shape = failing_layer(error, architecture), architecture[0, 1].input_shape
+    shape = architecture[0, 1].input_shape
     if layer and not getattr(error, "__notes__", ()):
         error.add_note(
             f"Layer {layer} raised this. The network was labelled with inputs of shape {shape}."

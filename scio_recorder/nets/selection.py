@@ -42,6 +42,7 @@ from scio_recorder.nets.refusals import check_supported
 _T = TypeVar("_T")
 # Modules that hold others and are never called themselves.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_OF_FUNCTION = "; calls of the function are operations:"
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -118,6 +119,19 @@ def select_layers(
     return select(architecture, selectors)
 
 
+def select_for_option(
+    architecture: Architecture, selectors: Sequence[object], note: str
+) -> tuple[RowIdx, ...]:
+    """Return what `select` does for the values or keys of an option, which a note explains."""
+    try:
+        return select(architecture, selectors)
+    except LayerNotFoundError as reason:
+        # An option can't record operations, and what was written is no name of a function.
+        reason.args = (str(reason).partition(_OF_FUNCTION)[0],)
+        reason.add_note(note)
+        raise
+
+
 def by_selector(
     architecture: Architecture,
     recorded: Collection[RowIdx],
@@ -149,16 +163,13 @@ def by_selector(
     """
     chosen: dict[RowIdx, _T] = {}
     for selector, entry in entries.items():
-        try:
-            chosen_by_it = select(architecture, [selector])
-        except LayerNotFoundError as reason:
-            reason.add_note(f"The keys of {what}= choose layers. Without keys, it is for all.")
-            raise
+        note = f"The keys of {what}= choose layers. Without keys, it is for all."
+        chosen_by_it = select_for_option(architecture, [selector], note)
         matching = [label for label in chosen_by_it if label in recorded]
         if not matching:
             raise error(
                 f"the selector {selector!r} of {what} names no recorded layer: record it too, by "
-                f"rnet.record(*rnet.recording, {shown(selector)})"
+                + architecture.recording_also(shown(selector))
             )
         for label in matching:
             if label in chosen:
@@ -527,7 +538,7 @@ def _no_such_module(architecture: Architecture, name: str) -> str:
     # No code calls functions that are not documented, and the end of a name means a module.
     is_module = any(row.name.endswith(f".{function}") for row in rows)
     if callable(of_torch) and of_torch.__doc__ and not is_module:
-        hint = f'; calls of the function are operations: record("*/{function}")'
+        hint = f'{_OF_FUNCTION} record("*/{function}")'
     elif pair := re.fullmatch(r"\(?(\d+)\W+(\d+)\)?", name):
         hint = f'; a label is written "{pair[1]}-{pair[2]}"'
     elif "\\" in name:
@@ -593,7 +604,7 @@ def _nothing_matched(architecture: Architecture, selector: object) -> str:
     return f"{shown(selector)} has no layer: {reason}"
 
 
-def _unusable(architecture: Architecture, selector: object) -> LayerNotFoundError:
+def _unusable(architecture: Architecture, selector: Any) -> LayerNotFoundError:
     kinds = (
         'a selector is (1, 3), "1-3", a qualified name or glob, a compiled pattern, a module type, '
         "a module or a predicate"
@@ -605,10 +616,14 @@ def _unusable(architecture: Architecture, selector: object) -> LayerNotFoundErro
             f"{selector!r} is no label, which is a pair (depth, index) in its own parentheses, as "
             "in record((1, 2), (1, 3))"
         )
+    is_by_name = isinstance(selector, Mapping) and not any(map(label_of, selector))
+    if is_by_name and any(isinstance(value, tuple) for value in selector.values()):
+        kind = type(selector).__name__
+        return SelectorTypeError(f"the values of a {kind} are layers: write record(*x.values())")
     if isinstance(selector, list | tuple | AbstractSet | Mapping | range):
         return SelectorTypeError(f"{selector!r} is a collection: unpack it with *; {kinds}")
     try:
-        number = operator.index(selector)  # type: ignore[arg-type]  # raises for others
+        number = operator.index(selector)
     except TypeError:
         return SelectorTypeError(f"{shown(selector)} can't select layers: {kinds}")
     named = f', or "{number}" for the layer of this name' * (str(number) in architecture.names)

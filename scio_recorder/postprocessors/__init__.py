@@ -10,6 +10,7 @@ Arguments that can't work raise :class:`~scio_recorder.errors.PostprocessorError
 from scio_recorder.postprocessors.knockout import Knockout
 from scio_recorder.postprocessors.values import Ablate, Add, Clip, GaussianNoise, Replace, Scale
 from scio_recorder.postprocessors.wrapping import At, Heads, OnInput
+from scio_recorder.tensors.arguments import names_arguments
 
 __all__ = [
     "Ablate",
@@ -23,3 +24,6 @@ __all__ = [
     "Replace",
     "Scale",
 ]
+
+for _kind in (Ablate, Add, At, Clip, GaussianNoise, Heads, Knockout, OnInput, Replace, Scale):
+    names_arguments(_kind)

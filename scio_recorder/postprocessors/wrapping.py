@@ -46,7 +46,8 @@ class _OnPart(FloatingMap):
             part = whole[where].clone()
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             raise PostprocessorError(
-                f"{self!r} was given {describe(whole)}, which has no such part: {error}."
+                f"{self!r} was given {describe(whole)}, which has no such part: {error}. "
+                "For positions in each sample, the index is (slice(None), positions)."
             ) from error
         self._check_distinct(whole, where, part)
         result = self.postprocessor(part)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.capture.checkpoint_regions import is_rerun
@@ -24,6 +25,7 @@ from scio_recorder.capture.watch import Block, Blocks, Passes, why_not_called
 from scio_recorder.errors import (
     ArgumentError,
     CollectError,
+    CollectWarning,
     LabellingError,
     SelectorTypeError,
     UnsupportedNetError,
@@ -77,6 +79,8 @@ _OF_TRAINERS = "accepts_loss_kwargs"
 _ELSEWHERE = {
     **dict.fromkeys(("close", "clear", "reset", "stop"), "rnet.remove()"),
     **dict.fromkeys(("labels", "layers"), "rnet.architecture"),
+    "compare": "scio_recorder.compare(rnet, candidate, batches)",
+    "open_recording": "scio_recorder.open_recording(path)",
     "run_with_cache": "rnet.record(...), then rnet(x), and read rnet.activations",
     "run_with_hooks": "rnet(x, activation_postproc={...}), with recorded layers as keys",
     "trace": "rnet.record(...), then rnet(x), and read rnet.activations",
@@ -331,6 +335,12 @@ class Collecting(nn.Module):
         from scio_recorder.recording.feed import Feed
 
         asked = CollectOptions(**options)
+        if self._capture.options.gradients:
+            warn(
+                "collect keeps no gradients, since it runs without them: for those, run passes of "
+                "your own, and keep what rnet.on_gradients(...) gives",
+                CollectWarning,
+            )
         share = self._share_of(batches, has_ids=asked.sample_ids is not None)
         feed = Feed(batches, asked, share=share)
         bar = progress_bar("collecting batches", feed.num_batches, is_wanted=asked.progress)
@@ -610,6 +620,9 @@ class Collecting(nn.Module):
         """
         from scio_recorder.analysis.checking import check
 
+        if args and isinstance(args[0], DataLoader):
+            text = "check takes an input: write rnet.check(next(iter(loader)))"
+            raise caught_as(ArgumentError, TypeError(), text)
         try:
             return check(self.capture, args, kwargs)
         except Exception as error:

@@ -41,11 +41,12 @@ from scio_recorder.nets.labelling.label import label_net, list_operations
 from scio_recorder.nets.labelling.torchinfo import ModelStatistics
 from scio_recorder.nets.operations import Operations
 from scio_recorder.nets.records import Records
-from scio_recorder.nets.refusals import explain_call
+from scio_recorder.nets.refusals import explain_call, takes_any_keyword, unknown_keyword
 from scio_recorder.nets.selection import (
     did_not_run,
     look_alikes,
     select,
+    select_for_option,
     select_modules,
     selector_for,
     warn_of_longer_numbers,
@@ -85,6 +86,9 @@ def _refuse_mistaken(net: nn.Module, kwargs: Mapping[str, Any]) -> None:
             raise PostprocessorError(
                 f"{name}= is no argument of the network's forward: write activation_postproc="
             )
+    # Other networks refuse it themselves.
+    if takes_any_keyword(net) and (unknown := unknown_keyword(net, kwargs)):
+        warn(unknown)
 
 
 def _attending(
@@ -96,7 +100,9 @@ def _attending(
     several = isinstance(attention, list | tuple | set) and label_of(attention) is None
     chosen = recording
     if attention is not True:
-        chosen = select(architecture, list(attention) if several else [attention])
+        wanted = list(attention) if several else [attention]
+        note = "attention=True is for all recorded layers; another value chooses some of them."
+        chosen = select_for_option(architecture, wanted, note)
     layers = tuple((at[0], at[1]) for at in chosen if not isinstance(at, OperationIdx))
     if chosen and not layers:
         raise SelectorTypeError(

@@ -160,6 +160,11 @@ class Feed:
                 f"batches is a single {kind}, so its rows would count as batches: write "
                 f"batches=[{x}] for one batch, or batches={x}.split(32) for several"
             )
+        if isinstance(batches, str):
+            raise CollectError(
+                "batches is a text, whose letters would count as batches: write "
+                'batches=[tokenizer(texts, padding=True, return_tensors="pt")]'
+            )
         if isinstance(batches, Mapping) and any(
             to_inputs is None or isinstance(value, Tensor) for value in batches.values()
         ):

@@ -196,7 +196,8 @@ def shows(keywords: type, **defaults: Any) -> Callable[[Callable[P, R]], Callabl
                 lambda match: re.sub(r"(?m)^(?=.)", match[1], "".join(texts)),
                 function.__doc__,
             )
-        return names_arguments(shown)
+        checked: Callable[P, R] = names_arguments(shown)
+        return checked
 
     return show
 
@@ -246,10 +247,11 @@ class LayerOptions:
         for label, function in self._by_layer(asked.transform, "transform").items():
             self.transforms[label] = partial(self.run_aside, function)
             if not takes(function, 2):
+                takes_one = takes(function, 1) * ", which takes 1 argument"
                 raise CollectError(
-                    f"the transform of layer {self.architecture[label]} is {function!r}: it must "
-                    "be callable, transform(activation, batch) -> Tensor [batch, ...], such as "
-                    "lambda activation, batch: activation[:, 0]"
+                    f"the transform of layer {self.architecture[label]} is {function!r}"
+                    f"{takes_one}: it must be callable, transform(activation, batch) -> Tensor "
+                    "[batch, ...], such as lambda activation, batch: activation[:, 0]"
                 )
         # The layers of which transforms are given the attention.
         self.attention = tuple(program.attention)

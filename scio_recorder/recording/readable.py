@@ -24,6 +24,7 @@ from scio_recorder.stores import Held
 from scio_recorder.stores.disk_format.reader import OnDemand, SampleIds
 from scio_recorder.stores.files import DiskTensor, bytes_of_row
 from scio_recorder.stores.kept_inputs import Calls
+from scio_recorder.tensors.arguments import names_arguments
 from scio_recorder.tensors.copies import to_array
 
 if TYPE_CHECKING:
@@ -455,6 +456,7 @@ class Readable(LayerMapping[Any]):
 
         return Recomputation(self, rnet, selectors, activation_postproc).batches()
 
+    @names_arguments
     def audit(
         self,
         rnet: nn.Module,

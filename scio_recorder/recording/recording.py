@@ -128,6 +128,7 @@ class Recording(Outlined, Listed, Readable):
         names = "Label", "Name", "Type", "Kept"
         return Listing(f"{self._headline}{place}{state}", names, (), rows)
 
+    @names_arguments
     def plot(
         self,
         kind: Literal["histograms", "depth"] = "histograms",
@@ -183,6 +184,7 @@ class Recording(Outlined, Listed, Readable):
         draw = draw_histograms if kind == "histograms" else draw_depth
         return draw(summarise(self, labels, whole("bins", bins, 1, ArgumentError)))
 
+    @names_arguments
     def report(
         self, path: str | os.PathLike[str], *, title: str | None = None, bins: int = 50
     ) -> Path:
@@ -228,6 +230,7 @@ class Recording(Outlined, Listed, Readable):
         # Nothing is read before the file is known to be writable.
         return write_page(path, self._page(title, whole("bins", bins, 1, ArgumentError)))
 
+    @names_arguments
     def to_frame(self) -> pd.DataFrame:
         """Return a table with a row for each layer: its type, its size, and statistics.
 
@@ -487,6 +490,8 @@ def open_recording(path: str | os.PathLike[str], *, verify: bool = False) -> Rec
     (True, torch.Size([3, 2]))
     """
     booleans(ArgumentError, verify=verify)
+    if isinstance(path, Recording):
+        raise RecordingError("this is a Recording, which is open already: read it as it is")
     return opened(RunReader(path, verify=verify), {})
 
 

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from scio_recorder.errors import CollectError
 from scio_recorder.recording.rows import BatchRows, Fields, Name, Rows, Source, advice_on_lists
 from scio_recorder.tensors import private
-from scio_recorder.tensors.arguments import signature_of
+from scio_recorder.tensors.arguments import names_arguments, signature_of
 from scio_recorder.tensors.digests import digest_of
 from scio_recorder.tensors.properties import version_of
 from scio_recorder.tensors.structures import tensors
@@ -42,6 +42,7 @@ _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _MASKS_OF_PAIRS = ("attention_mask", "decoder_attention_mask")
 
 
+@names_arguments
 @dataclass(eq=False, repr=False)
 class Tokens(Rows):
     """Makes each row of a recording a token. Padding is not kept, not reduced and not counted.
@@ -237,6 +238,7 @@ def _owners(source: Source, segments: Tensor, shape: tuple[int, int]) -> tuple[T
     return owners, len(first)
 
 
+@names_arguments
 @dataclass(eq=False, repr=False)
 class Nodes(Rows):
     """Makes each row of a recording a node of a graph; each graph of a batch is a sample.

@@ -22,6 +22,7 @@ from scio_recorder.reductions.plain import (
     MomentsResult,
 )
 from scio_recorder.reductions.top_k import TopK, TopKResult
+from scio_recorder.tensors.arguments import names_arguments
 
 __all__ = [
     "Alive",
@@ -44,3 +45,19 @@ __all__ = [
     "TopK",
     "TopKResult",
 ]
+
+for _kind in (
+    Alive,
+    Covariance,
+    Digest,
+    Fold,
+    Histogram,
+    Last,
+    Max,
+    Mean,
+    Min,
+    Moments,
+    Quantiles,
+    TopK,
+):
+    names_arguments(_kind)

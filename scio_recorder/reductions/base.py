@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import inspect
 import itertools
 import math
 import re
@@ -112,6 +113,9 @@ class Reduction(abc.ABC):
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             if not name.startswith("_"):
                 text += ": its result, which recording[label] is too, is that of .compute()"
+                with contextlib.suppress(AttributeError, NameError):
+                    kind = inspect.signature(self._result, eval_str=True).return_annotation
+                    text += f", which has {', '.join(kind._fields)}"
             raise AttributeError(text, name=name, obj=self)
 
     @property

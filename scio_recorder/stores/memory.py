@@ -273,6 +273,8 @@ class Host(MemoryStore):
     """
 
     def __init__(self, pin_memory: bool | None = None) -> None:
+        if isinstance(pin_memory, str):
+            raise CollectError(f'Host({pin_memory!r}) is no place: write store="disk:{pin_memory}"')
         if pin_memory is not None:
             booleans(CollectError, pin_memory=pin_memory)
         self._pin_memory = pin_memory

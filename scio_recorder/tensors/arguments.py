@@ -17,7 +17,7 @@ import torch.distributed
 from scio_recorder.errors import ArgumentError, CollectError, RecorderError, caught_as, warn
 
 P = ParamSpec("P")
-R = TypeVar("R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 T_co = TypeVar("T_co", covariant=True)
 # Arguments of other functions, and how they are given there.
 _ELSEWHERE = {
@@ -26,18 +26,19 @@ _ELSEWHERE = {
 }
 
 
-def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
+def names_arguments(function: _F) -> _F:
     """Let a function say what to write in place of an argument that it does not take.
 
     Parameters
     ----------
     function : callable
-        A function, all of whose arguments its signature shows.
+        A function, all of whose arguments its signature shows; or a class, whose constructor is
+        meant.
 
     Returns
     -------
     callable
-        The same function, whose error is a `TypeError` as before.
+        The same function or class, whose error is a `TypeError` as before.
 
     Examples
     --------
@@ -48,34 +49,46 @@ def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
     scio_recorder.errors.ArgumentError: record() got an unexpected keyword argument 'input': write \
 inputs=
     """
-    signature = inspect.signature(function)
+    name: str = function.__name__
+    is_class = isinstance(function, type)
+    run: Any = function.__init__ if is_class else function
+    signature = inspect.signature(run)
 
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+    @functools.wraps(run)
+    def checked(*args: Any, **kwargs: Any) -> Any:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as reason:
-            text = f"{function.__name__}() {reason}: {_on_arguments(signature, kwargs)}"
+            text = f"{name}() {_on_arguments(reason, signature, kwargs)}"
             raise caught_as(ArgumentError, TypeError(), text) from None
-        return function(*args, **kwargs)
+        return run(*args, **kwargs)
 
-    return checked
+    if not is_class:
+        return checked  # type: ignore[return-value]  # with the same parameters
+    function.__init__ = checked  # type: ignore[method-assign]  # meant
+    return function
 
 
-def _on_arguments(signature: inspect.Signature, kwargs: Mapping[str, object]) -> str:
+def _on_arguments(
+    reason: TypeError, signature: inspect.Signature, kwargs: Mapping[str, object]
+) -> str:
     names = [name for name in signature.parameters if name != "self"]
     unknown = next((name for name in kwargs if name not in names), "")
-    # What comes first is given by position.
-    optional = [
+    # It says more than that another argument is missing.
+    problem = f"got an unexpected keyword argument {unknown!r}" if unknown else reason
+    if unknown in _ELSEWHERE:
+        return f"{problem}: write {_ELSEWHERE[unknown].format(unknown)}, which takes it"
+    keywords = [
         name
         for name, each in signature.parameters.items()
-        if each.kind is each.KEYWORD_ONLY or each.default is not each.empty
+        if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
-    if unknown in _ELSEWHERE:
-        return f"write {_ELSEWHERE[unknown].format(unknown)}, which takes it"
-    near = difflib.get_close_matches(unknown, optional)
-    near = near or [name for name in optional if unknown and unknown in name]
-    return f"write {'= or '.join(near)}=" if near else f"its arguments are {', '.join(names)}"
+    near = difflib.get_close_matches(unknown, keywords)
+    near = near or [name for name in keywords if unknown and unknown in name]
+    if near:
+        return f"{problem}: write {'= or '.join(near)}="
+    every = f"its arguments are {', '.join(names)}" if names else "it takes none"
+    return f"{problem}: {every}"
 
 
 class MethodBlock(AbstractContextManager[T_co]):
@@ -276,7 +289,8 @@ def usable_device(value: torch.device | str, error: type[RecorderError]) -> torc
     try:
         return torch.empty(0, device=value).device
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as reason:
-        name = "cuda" if str(value).lower().startswith("gpu") else "cpu"
+        is_gpu = str(value).lower().startswith("gpu") and torch.cuda.is_available()
+        name = "cuda" if is_gpu else "cpu"
         raise error(
             f"device={value!r} can't be used here ({reason}): write a device of this machine, "
             f'such as "{name}"'

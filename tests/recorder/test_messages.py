@@ -86,7 +86,10 @@ def test_a_batch_in_place_of_its_inputs(rnet: Recorder, batch: Any) -> None:
     [
         (lambda rnet, made: rnet.activations.conv1, "write ['conv1'] in place of .conv1"),
         (lambda rnet, made: rnet.activations.cnv1, "the closest name is 'conv1'"),
-        (lambda rnet, made: made.activations, 'it holds them itself, so write recording["1-3"]'),
+        (
+            lambda rnet, made: made.activations,
+            'so write recording[label], such as recording["1-1"]',
+        ),
         (lambda rnet, made: made.reprot, "the closest name is 'report'"),
         (lambda rnet, made: rnet.report, "a recording has: write rnet.collect(batches).report"),
         (lambda rnet, made: rnet.colect, "the closest names are 'collect'"),
@@ -182,10 +185,10 @@ def test_records_of_a_forgotten_choice_say_so() -> None:
     rnet = Recorder(make_net(), input_size=(1, 3, 8, 8))
     rnet(X)
     assert repr(rnet.activations).startswith(
-        "{} (there is none of any layer yet. Choose layers with rnet.record(), then run the net "
-        "with rnet(x). "
+        "{} (there is none of any layer yet. Choose layers, as by rnet.record(*rnet.recording, "
+        '"1-3"), then run the net with rnet(x). '
     )
-    assert "record(..., inputs=True)" in repr(rnet.inputs)
+    assert 'record(*rnet.recording, "1-3", inputs=True)' in repr(rnet.inputs)
 
 
 @pytest.mark.parametrize(

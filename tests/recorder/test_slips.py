@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from scio_recorder import (
     track,
 )
 from scio_recorder.errors import ArgumentError, RecomputeError, RecorderError, SelectorTypeError
-from scio_recorder.postprocessors import Ablate, Clip, Heads
+from scio_recorder.postprocessors import Ablate, At, Clip, Heads, Knockout  # noqa: F401 - in texts
 
 X = torch.ones(6, 4)
 IDS = torch.randint(5, 40, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -167,7 +169,11 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         LabellingError,
         "[torch.fl",
     ),
-    (lambda: Recorder(net(), input_size=(1, 4), device="gpu"), LabellingError, 'such as "cuda"'),
+    (
+        lambda: Recorder(net(), input_size=(1, 4), device="gpu"),
+        LabellingError,
+        'machine, such as "',
+    ),
     (lambda: Recorder(gpt2(), input_data="a text"), LabellingError, "tokenizer(texts, return_ten"),
     (lambda: Recorder(gpt2(), input_size=(1, 4)), LabellingError, "dtypes=[torch.long]"),
     (lambda: Recorder(nn.DataParallel(net()), input_size=(1, 4)), UnsupportedNetError, ".module"),
@@ -199,7 +205,7 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: recorder("0", calls="all"), SelectorTypeError, 'write "labelled" or "any"'),
     (lambda: recorder("0/gelu"), LayerNotFoundError, "there are 'linear'"),
     # -- running and reading
-    (lambda: ran().activations["0"], LayerNotFoundError, "Choose layers with rnet.record()"),
+    (lambda: ran().activations["0"], LayerNotFoundError, "Choose layers, as by rnet.record("),
     (lambda: recorder("0").activations["0"], LayerNotFoundError, "run the net with rnet(x)"),
     (
         lambda: ran("0").activations["2"],
@@ -213,7 +219,7 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: ran("0").activations["*"], LayerNotFoundError, "patterns are for record(...)"),
     (lambda: ran("0").activations[0], LayerNotFoundError, 'here "0"'),
-    (lambda: ran("0").inputs["0"], LayerNotFoundError, "record(..., inputs=True)"),
+    (lambda: ran("0").inputs["0"], LayerNotFoundError, "inputs=True), then run"),
     (lambda: ran("0", gradients=True).gradients["0"], LayerNotFoundError, "loss.backward()"),
     (without_gradients, LayerNotFoundError, "outside of torch.no_grad()"),
     (assigned, ArgumentError, "activation_postproc={'0': lambda output: ...}"),
@@ -316,10 +322,10 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "which recording[label] is too, is that of .compute()",
     ),
     (lambda: collect().loader("0", batch_size=2)["0"], TypeError, "write `for batch in loader:`"),
-    (lambda: collect().activations, AttributeError, 'write recording["1-3"]'),
+    (lambda: collect().activations, AttributeError, 'such as recording["1-1"]'),
     (lambda: collect().rows["position"], KeyError, "it was made without rows="),
     (lambda: collect().to_numpy()["0"], KeyError, "which are labels: (1, 1)"),
-    (lambda: stores.Host("a/run"), CollectError, "pin_memory='a/run': write True or False"),  # type: ignore[arg-type]  # a text
+    (lambda: stores.Host("a/run"), CollectError, 'write store="disk:a/run"'),  # type: ignore[arg-type]  # a text
     (lambda: collect().plot("bars"), ArgumentError, 'write "histograms" or "depth"'),
     (lambda: collect().loader("0", batchsize=2), ArgumentError, "write batch_size="),
     (
@@ -359,16 +365,219 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: watched().cat("0", dim=7), ArgumentError, "write another dim="),
     (read_too_early, CollectError, "read `recording` after it"),
     (lambda: sweep(position=[0]), ArgumentError, "write positions="),
-    (lambda: sweep(metric="loss"), ComparisonError, "such as lambda output: output[0, 3]"),
+    (lambda: sweep(metric="loss"), ComparisonError, "such as lambda output: output.mean()"),
     (lambda: sweep(metric=print), ComparisonError, "it must return one real number"),
     (lambda: sweep(metric=lambda output: output.logits), AttributeError, "tensor of shape (6, 2)"),
     (lambda: sweep(metric=nn.MSELoss()), ComparisonError, "the metric, given the network's output"),
     (lambda: ActivationCheckpointer(4), ArgumentError, "write CheckpointConfig(every=...)"),  # type: ignore[arg-type]  # a number
-    (lambda: sweep(metric=lambda output: output), ComparisonError, "such as output[0, 3]"),
+    (lambda: sweep(metric=lambda output: output), ComparisonError, "such as output.mean()"),
     (lambda: recorder("0").sweep(X, X), ArgumentError, "arguments are clean, corrupted, metric"),
     (lambda: track(net(), gradients=True), ArgumentError, "write grad="),
     (lambda: recorder("0").on_gradients(print), SelectorTypeError, "record(..., gradients=True)"),
 ]
+
+
+class AnyKeyword(nn.Module):
+    """A network whose forward takes, and ignores, keywords of any name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+# What is written, the advice that the message gives, and what is true once that has run in place of
+# the slip. The first line makes what both use.
+ADVICE = [
+    (
+        "rnet = ran('0', inputs=True)",
+        "rnet.activations['2']",
+        'rnet.record(*rnet.recording, "1-3", inputs=True)',
+        "rnet(X); assert rnet.inputs['2'].args[0].shape == (6, 3) and '0' in rnet.inputs",
+    ),
+    (
+        "rnet = ran('0', gradients=True, copy='always')",
+        "rnet.activations['2']",
+        "rnet.record(*rnet.recording, \"1-3\", gradients=True, copy='always')",
+        "rnet(X).sum().backward(); assert [*rnet.gradients] == [(1, 1), (1, 3)]",
+    ),
+    (
+        "rnet = ran('0', inputs=True)",
+        "rnet(X, activation_postproc={'2': Clip(0.5)})",
+        "rnet.record(*rnet.recording, '2', inputs=True)",
+        "rnet(X, activation_postproc={'2': Clip(0.5)}); assert [*rnet.inputs] == [(1, 1), (1, 3)]",
+    ),
+    (
+        "rnet = ran()",
+        "rnet.activations['0']",
+        'rnet.record(*rnet.recording, "1-1")',
+        "rnet(X); assert torch.equal(rnet.activations['0'], rnet.net[0](X))",
+    ),
+    (
+        "rnet = ran('2')",
+        "rnet.inputs['0']",
+        'rnet.record(*rnet.recording, "1-1", inputs=True)',
+        "rnet(X); assert torch.equal(rnet.inputs['0'].args[0], X) and '2' in rnet.activations",
+    ),
+    (
+        "rnet = ran('2')",
+        "rnet.gradients['0']",
+        'rnet.record(*rnet.recording, "1-1", gradients=True)',
+        "rnet(X).sum().backward(); assert [*rnet.gradients] == [(1, 1), (1, 3)]",
+    ),
+    (
+        "rnet, x = recorder('0', gradients=True), X",
+        "rnet.activations['0']",
+        "rnet(x)",
+        "rnet(x).sum().backward(); assert [*rnet.gradients] == [(1, 1)]",
+    ),
+    (
+        "rnet = text('*.mlp'); rnet(IDS)",
+        "rnet.attention['transformer.h.0.attn']",
+        "rnet.record(*rnet.recording, \"4-2\", attention='4-2')",
+        "rnet(IDS); assert rnet.attention['4-2'].weights().shape == (2, 2, 6, 6)",
+    ),
+    (
+        "rnet = text('*.attn', attention=True); rnet(IDS)",
+        "rnet.activations['*.mlp'.replace('*', 'transformer.h.0')]",
+        "rnet.record(*rnet.recording, \"4-4\", attention=['4-2'])",
+        "rnet(IDS); assert [*rnet.attention] == [(4, 2)] and len(rnet.activations) == 2",
+    ),
+    (
+        "rnet = text()",
+        "rnet.record('blocks.0.resid_post')",
+        'rnet.residual_stream()["blocks.0.resid_post"]',
+        "rnet.record(rnet.residual_stream()['blocks.0.resid_post']); assert rnet.recording",
+    ),
+    (
+        "rnet = text(); x = rnet.residual_stream(); record = rnet.record",
+        "rnet.record(x)",
+        "record(*x.values())",
+        "assert set(rnet.recording) == {*x.values()}",
+    ),
+    (
+        "collect(store='disk:run')",
+        "open_recording('disk:run')",
+        'write the place here without "disk:"',
+        "assert open_recording('run').num_samples == 6",
+    ),
+    (
+        "recording = collect()",
+        "recording.save('disk:run')",
+        'write the place here without "disk:"',
+        "recording.save('run'); assert open_recording('run').num_samples == 6",
+    ),
+    (
+        "recording = collect(recorder('2'))",
+        "recording.activations",
+        'recording["1-3"]',
+        "assert recording['1-3'].shape == (6, 2)",
+    ),
+    (
+        "moments = collect(reduce=reductions.Moments()).reductions['0']",
+        "moments.mean",
+        "which has count, mean, variance",
+        "assert moments.compute().count == 6",
+    ),
+    (
+        "rnet, candidate, batches = recorder('0'), recorder('0'), [X]",
+        "rnet.compare(candidate, batches)",
+        "scio_recorder.compare(rnet, candidate, batches)",
+        "",
+    ),
+    (
+        "rnet, loader = recorder('0'), DataLoader(X, batch_size=2)",
+        "rnet.check(loader)",
+        "rnet.check(next(iter(loader)))",
+        "",
+    ),
+    (
+        "net = nn.ModuleList([nn.Linear(4, 3)])",
+        "Recorder(net, input_size=(1, 4))",
+        "nn.Sequential(*net)",
+        "Recorder(nn.Sequential(*net), input_size=(1, 4))",
+    ),
+    (
+        "net = nn.ModuleDict({'a': nn.Linear(4, 3)})",
+        "Recorder(net, input_size=(1, 4))",
+        "nn.Sequential(*net.values())",
+        "Recorder(nn.Sequential(*net.values()), input_size=(1, 4))",
+    ),
+    ("", "from scio_recorder import Clip", "from scio_recorder.postprocessors import Clip", ""),
+    ("", "from scio_recorder import Mean", "from scio_recorder.reductions import Mean", ""),
+    ("", "stores.Host('a/run')", 'store="disk:a/run"', "collect(store='disk:a/run')"),
+    ("", "Tokens(field=('mask',))", "fields=", "Tokens(fields=('mask',))"),
+    ("", "Knockout(head=0)", "heads=", "Knockout(queries=[1], keys=[0], heads=[0])"),
+    ("", "Knockout(query=[1], keys=[0])", "queries=", "Knockout(queries=[1], keys=[0])"),
+    ("", "reductions.Mean(dim=0)", "its arguments are by", "reductions.Mean(by=len)"),
+    ("", "collect().to_frame('0')", "it takes none", "collect().to_frame()"),
+    ("", "attended().plot(heads=0)", "head=", "attended().plot(head=0)"),
+    ("", "sweep().plot(tokens=['a'])", "its arguments are position_names", "sweep().plot()"),
+    ("", "collect().audit([X])", "audit() missing a required argument: 'batches'", ""),
+    ("", "open_recording(collect())", "read it as it is", "collect()['0']"),
+    (
+        "",
+        "collect(transform=lambda x: x)",
+        "takes 1 argument: it must be callable, transform(activation, batch)",
+        "collect(transform=lambda activation, batch: activation[:, 0])",
+    ),
+    (
+        "",
+        "sweep(metric='output')",
+        "lambda output: output.mean()",
+        "sweep(metric=lambda output: output.mean())",
+    ),
+    (
+        "texts, tokenizer = ['a'], lambda texts, **options: texts",
+        "collect(batches='a text')",
+        'batches=[tokenizer(texts, padding=True, return_tensors="pt")]',
+        "",
+    ),
+    (
+        "texts, tokenizer = ['a'], lambda texts, **options: texts",
+        "text('*.mlp')(input_ids=IDS.tolist())",
+        'tokenizer(texts, return_tensors="pt")',
+        "text('*.mlp')(input_ids=IDS)",
+    ),
+    (
+        "",
+        "text('*.attn', attention='all')",
+        "attention=True is for all recorded layers",
+        "text('*.attn', attention=True)",
+    ),
+    (
+        "positions = [2]",
+        "post(At([9], torch.relu))",
+        "(slice(None), positions)",
+        "post(At((slice(None), positions), torch.relu))",
+    ),
+    (
+        "device = 'cuda' if torch.cuda.is_available() else 'cpu'",
+        "Recorder(net(), input_size=(1, 4), device='gpu')",
+        'such as "',
+        "Recorder(net(), input_size=(1, 4), device=device)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "slip", "advice", "then"), ADVICE, ids=lambda part: None)
+def test_advice_can_be_followed(
+    first: str, slip: str, advice: str, then: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = dict(globals())
+    exec(first, names)
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # the class is that of each slip
+        exec(slip, names)
+    message = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert advice in message
+    # What is code, and not words or the name of an argument.
+    with suppress(SyntaxError):
+        exec(compile(advice, "advice", "exec"), names)
+    exec(then, names)
 
 
 @pytest.mark.parametrize(("write", "kind", "says"), SLIPS, ids=lambda part: None)
@@ -405,3 +614,48 @@ def test_a_block_that_is_never_entered_says_so(method: str) -> None:
             rnet(X)
         assert guard.origin is None
     assert not others
+
+
+@pytest.mark.parametrize(
+    ("write", "says"),
+    [
+        (
+            lambda: Recorder(AnyKeyword(), input_size=(1, 4))(X, dont_recrd=True),
+            "the closest name is 'dont_record'",
+        ),
+        (
+            lambda: Recorder(AnyKeyword(), input_size=(1, 4))(X, attention=True),
+            "write rnet.record(..., attention=True)",
+        ),
+        (
+            lambda: Recorder(AnyKeyword(), input_size=(1, 4), forced_static_flow=True),
+            "the closest name is 'force_static_flow'",
+        ),
+        (
+            lambda: Recorder(AnyKeyword(), input_size=(1, 4), attention=True),
+            "write rnet.record(..., attention=True)",
+        ),
+        (lambda: collect(recorder("0", gradients=True)), "keep what rnet.on_gradients(...) gives"),
+        (lambda: compare(collect(), collect(), [X]), "both sides are recordings: leave it out"),
+    ],
+)
+def test_what_would_be_ignored_is_warned_of(write: Callable[[], Any], says: str) -> None:
+    with pytest.warns(UserWarning, match=re.escape(says)) as caught:
+        write()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_keywords_of_the_network_are_not_warned_of() -> None:
+    class Takes(AnyKeyword):
+        def forward(self, x: torch.Tensor, attention: bool = False, **others: Any) -> torch.Tensor:
+            return super().forward(x)
+
+    Recorder(Takes(), input_size=(1, 4), attention=True)(X, attention=True)
+    Recorder(AnyKeyword(), input_size=(1, 4))(X, inputs=X, mask=None)
+
+
+def test_names_of_other_modules_are_no_attributes_of_the_package() -> None:
+    assert not hasattr(scio_recorder, "clip")
+    assert not hasattr(scio_recorder, "__wrapped__")
+    with pytest.raises(AttributeError):
+        scio_recorder.NoSuchName  # noqa: B018  # reading it is the slip

@@ -59,7 +59,7 @@ from scio_recorder.analysis.comparing.sides import (
     sample_blocks,
 )
 from scio_recorder.display.progress import progress_bar
-from scio_recorder.errors import ComparisonError
+from scio_recorder.errors import ComparisonError, warn
 from scio_recorder.layer import Operation
 from scio_recorder.lowlevel import (
     CollectOptions,
@@ -172,6 +172,8 @@ def compare(
     candidate_side = _side(candidate, "candidate", feeds[1], lists_operations=lists_operations)
     sides = reference_side, candidate_side
     _refuse_other_rows(*sides, rows)
+    if batches is not None and not any(isinstance(side, NetworkSide) for side in sides):
+        warn("batches= is for networks, and both sides are recordings: leave it out")
     pairs, unmatched = match_sides(*sides, match)
     booleans(ComparisonError, operations=operations, local=local)
     locally = LocalComparison(*sides, pairs, finds_operations=operations) if local else None

@@ -194,6 +194,7 @@ class Attention(ABC):
         # Unlike Python's, this maximum keeps a NaN.
         return _relative(*worst.amax(0).tolist())
 
+    @names_arguments
     def plot(
         self, head: int | None = None, *, tokens: Sequence[str] | None = None, sample: int = 0
     ) -> Figure:

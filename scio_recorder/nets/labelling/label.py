@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError
+from scio_recorder.errors import LabellingError, MissingInputError, UnsupportedTorchError, warn
 from scio_recorder.layer import DepthIdx, Label, Layer, Operation, shapes_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention import checked_order
@@ -202,11 +202,13 @@ def _keywords(net: nn.Module, summary_kwargs: Mapping[str, Any]) -> dict[str, An
     # The net's own.
     further = {name: value for name, value in summary_kwargs.items() if name not in _DEFAULTS}
     size, data = keywords["input_size"], keywords["input_data"]
-    unknown = unknown_keyword(net, further, [*_DEFAULTS, "force_static_flow"])
+    unknown = unknown_keyword(net, further, [*_DEFAULTS, "force_static_flow"], "Recorder()")
     if size is None and data is None:
         raise MissingInputError(unknown or no_input(net, [*further]))
     if unknown and not takes_any_keyword(net):
         raise LabellingError(unknown)
+    if unknown := unknown_keyword(net, further, ["force_static_flow"], "Recorder()"):
+        warn(unknown)
     if size is not None and data is not None:
         raise LabellingError("give either input_size= or input_data=, not both")
     if size is not None and not isinstance(size, list | tuple):

@@ -188,6 +188,8 @@ def place_of(path: str | os.PathLike[str]) -> str:
     if not place or "\0" in place or (prefix is not None and not is_url(place)):
         # The rest of a URL may hold a password.
         shown = f'"{prefix[0]}..."' if prefix else repr(path)
+        if place.startswith("disk:"):
+            raise FormatError(f'{shown} is for store=: write the place here without "disk:"')
         raise FormatError(
             f'{shown} names no folder and no bucket: write "runs/one" for a folder, or a URL '
             'such as "s3://bucket/run" (also "gs://", "az://")'
