@@ -181,14 +181,16 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         """
         return type(self)(self._rows.values(), self._names, operations, self.num_sharing)
 
-    def around(self, labels: Iterable[RowIdx], options: Mapping[str, object]) -> Self:
+    def around(
+        self, labels: Iterable[RowIdx], options: Mapping[str, object] = MappingProxyType({})
+    ) -> Self:
         """Return the same layers, of the operations only all calls of the functions of some.
 
         Parameters
         ----------
         labels : iterable of (int, int) or OperationIdx
             Those of layers don't matter.
-        options : mapping
+        options : mapping, optional
             The keywords of ``record`` with which they are recorded, for `recording_also`.
         """
         chosen = [self.operations[label] for label in labels if isinstance(label, OperationIdx)]
@@ -204,6 +206,13 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
 
     def recording_also(self, key: str, **options: object) -> str:
         """Return the call that records another layer as well, and keeps what is chosen already.
+
+        Parameters
+        ----------
+        key : str
+            The layer, as code.
+        **options
+            Keywords that it needs.
 
         Examples
         --------

@@ -115,7 +115,7 @@ class Reduction(abc.ABC):
                 text += ": its result, which recording[label] is too, is that of .compute()"
                 with contextlib.suppress(AttributeError, NameError):
                     kind = inspect.signature(self._result, eval_str=True).return_annotation
-                    text += f", which has {', '.join(kind._fields)}"
+                    text += f", which has {', '.join(kind.__match_args__)}"
             raise AttributeError(text, name=name, obj=self)
 
     @property

@@ -59,7 +59,7 @@ from scio_recorder.analysis.comparing.sides import (
     sample_blocks,
 )
 from scio_recorder.display.progress import progress_bar
-from scio_recorder.errors import ComparisonError, warn
+from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import Operation
 from scio_recorder.lowlevel import (
     CollectOptions,
@@ -74,6 +74,7 @@ from scio_recorder.lowlevel import (
     reached,
     restore_random,
     untouched,
+    warn,
 )
 from scio_recorder.tensors import booleans, names_arguments, private
 
