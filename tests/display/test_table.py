@@ -7,7 +7,6 @@ import re
 
 import pytest
 import rich
-import torch
 from rich.cells import cell_len
 from rich.console import Console
 from torch import nn
@@ -108,15 +107,10 @@ def test_structures_of_outputs_stay_in_their_line() -> None:
     assert "((5, 1, 4), ((1, 1, 4), (1, 1, 4)))" in text
 
 
-class Many(nn.Module):
-    """Returns so many tensors that their shapes fill a line."""
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {f"hidden_state_{place}": x for place in range(20)}
-
-
 def test_structures_do_not_push_columns_apart() -> None:
-    lines = printed(Recorder(nn.Sequential(Many()), input_size=(1, 2)), 200).splitlines()
+    # It returns so many tensors that their shapes fill a line.
+    net = nn.Sequential(Net(lambda _, x: {f"hidden_state_{place}": x for place in range(20)}))
+    lines = printed(Recorder(net, input_size=(1, 2)), 200).splitlines()
     assert max(map(len, lines)) < 80
     assert "{'hidden_state_0': (1, 2)" in lines[2]
 

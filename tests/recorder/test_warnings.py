@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder, compare, track
 from scio_recorder.recording.recording import Recording
+from tests.zoo.base import Net
 
 X = torch.ones(2, 4)
 PAIRS = [(X, X)]
@@ -31,17 +33,11 @@ class Masked(nn.Module):
         return hidden
 
 
-class Overwriting(nn.Module):
-    """Changes a view that its first layer returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Flatten(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.first(x)
-        hidden += 1
-        return hidden
+def overwriting(net: Any, x: Tensor) -> Tensor:
+    """Change a view that the first layer returned."""
+    hidden: Tensor = net.first(x)
+    hidden += 1
+    return hidden
 
 
 def masked() -> Recorder:
@@ -119,7 +115,7 @@ def guards_in_another_kernel(path: Path) -> None:
 
 
 def tracks(path: Path) -> None:
-    net = Overwriting()
+    net = Net(overwriting, first=nn.Flatten(0))
     with track(net):  # 1 warning
         output = net(torch.ones(2, 2, requires_grad=True) * 1)
         output.sum().backward()

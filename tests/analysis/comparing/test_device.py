@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from scio_recorder import Recorder, compare
 from scio_recorder.analysis.comparing import measures
+from tests.zoo.base import Net
 
 # They return a value to Python, so a device is waited for.
 WAITS = {f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")}
@@ -96,28 +97,21 @@ def test_memory_beyond_the_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wanted <= most_bytes(profiler) <= wanted + weights + (1 << 20)
 
 
-class Late(nn.Module):
-    """Writes to what an inner module has returned, uncounted, if that is not zero."""
-
-    def __init__(self, *, writes: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.ReLU(), nn.Identity(), nn.Identity()
-        self.writes = writes
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.second(self.first(x))
-        hidden.numpy()[...] += self.writes * (hidden.numpy() > 0)
-        return self.third(hidden)
-
-
 def test_a_write_that_is_not_counted_begins_in_a_later_batch() -> None:
-    sides = [Recorder(Late(writes=writes), input_size=(2, 3)) for writes in (False, True)]
+    def late(net: Any, x: Tensor) -> Any:
+        """Write to what an inner module has returned, uncounted, if that is not zero."""
+        hidden = net.second(net.first(x))
+        hidden.numpy()[...] += net.writes * (hidden.numpy() > 0)
+        return net.third(hidden)
+
+    parts = {"first": nn.ReLU(), "second": nn.Identity(), "third": nn.Identity()}
+    nets = (Net(late, writes=writes, **parts) for writes in (False, True))
+    sides = [Recorder(net, input_size=(2, 3)) for net in nets]
     zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
     difference = compare(*sides, [zeros, ones, ones], progress=False)
     assert [layer.num_different for layer in difference.values()] == [0, 0, 12, 12]
     # What layers received in the second batch is not known, and is in the third.
     assert difference["second"].inputs_equal is None
     assert difference["third"].inputs_equal is None
-    assert difference.first is not None
     first = difference.first
     assert (first.layer.name, first.inputs_equal, first.sample_id) == ("", True, 4)

@@ -19,36 +19,26 @@ from torch import Tensor, nn
 from scio_recorder import ComparisonError, Recorder, RecordingError, compare
 from scio_recorder.analysis.comparing.difference import Difference
 from scio_recorder.reductions import Digest
+from tests.zoo.base import Net
 
 WORDS = ("h", "1", "up", "act")
 SAMPLES = torch.randn(9, 3, 6, generator=torch.Generator().manual_seed(0)).split(4)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 6)
-        self.act = nn.Tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.act(self.up(x))
+def block() -> Net:
+    return Net(lambda net, x: x + net.act(net.up(x)), up=nn.Linear(6, 6), act=nn.Tanh())
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.h = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.h:
-            x = block(x)
-        return self.head(x)
+def forward(net: Any, x: Tensor) -> Any:
+    for inner in net.h:
+        x = inner(x)
+    return net.head(x)
 
 
 def make_net() -> Net:
     torch.manual_seed(0)
-    return Net().eval()
+    blocks = nn.ModuleList(block() for _ in range(3))
+    return Net(forward, h=blocks, head=nn.Linear(6, 2)).eval()
 
 
 def spoilt(net: Net, by: float = 1e-3) -> Net:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from scio_recorder import NonFiniteError, Recorder
 from tests.analysis.guarding.nonfinite import Do
@@ -29,15 +29,21 @@ class Training:
     def guard(self) -> Any:
         return self.rnet.guard(scaler=self.scaler)
 
-    def loss(self) -> Tensor:
-        with torch.autocast("cpu", torch.float16):
-            return self.net(self.x).float().square().mean() * 1.0
+    def backward(self, times: int = 1) -> None:
+        for _ in range(times):
+            with torch.autocast("cpu", torch.float16):
+                loss = self.net(self.x).float().square().mean() * 1.0
+            self.scaler.scale(loss).backward()
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.scaler.scale(self.loss()).backward()
+    def update(self) -> None:
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def step(self, times: int = 1) -> None:
+        """Accumulate gradients of several passes, and take a step."""
+        self.optimizer.zero_grad()
+        self.backward(times)
+        self.update()
 
 
 def test_overflows_of_a_scaled_loss_are_expected_and_counted() -> None:
@@ -54,10 +60,9 @@ def test_overflows_of_a_scaled_loss_are_expected_and_counted() -> None:
 def test_a_step_outside_the_block_counts_as_well() -> None:
     training = Training(scale=2.0**40)
     with training.guard() as guard:
-        training.scaler.scale(training.loss()).backward()
+        training.backward()
     assert guard.num_skipped_steps == 0
-    training.scaler.step(training.optimizer)
-    training.scaler.update()
+    training.update()
     assert guard.num_skipped_steps == 1
     assert guard.origin is None
 
@@ -65,10 +70,7 @@ def test_a_step_outside_the_block_counts_as_well() -> None:
 def test_several_backward_passes_of_a_step_count_once() -> None:
     training = Training(scale=2.0**40)
     with training.guard() as guard:
-        for _ in range(3):
-            training.scaler.scale(training.loss()).backward()
-        training.scaler.step(training.optimizer)
-        training.scaler.update()
+        training.step(times=3)
     assert guard.num_skipped_steps == 1
 
 
@@ -123,19 +125,11 @@ def test_steps_of_accumulated_gradients_are_as_without_a_guard() -> None:
     twin = copy.deepcopy(training.net)
     with training.guard() as guard:
         for _ in range(12):
-            training.optimizer.zero_grad()
-            for _ in range(2):
-                training.scaler.scale(training.loss()).backward()
-            training.scaler.step(training.optimizer)
-            training.scaler.update()
+            training.step(times=2)
     bare = Training(scale=2.0**20)
     bare.net.load_state_dict(twin.state_dict())
     for _ in range(12):
-        bare.optimizer.zero_grad()
-        for _ in range(2):
-            bare.scaler.scale(bare.loss()).backward()
-        bare.scaler.step(bare.optimizer)
-        bare.scaler.update()
+        bare.step(times=2)
     assert training.scaler.get_scale() == bare.scaler.get_scale()
     assert guard.num_skipped_steps == 20 - torch.tensor(bare.scaler.get_scale()).log2() > 0
     for ours, plain in zip(training.net.parameters(), bare.net.parameters(), strict=True):
