@@ -149,14 +149,11 @@ def test_several_ranks(tmp_path):
         joined += [Pass(ids, [(before + at, row) for at, row in rows]) for ids, rows in part]
         before += len(ids_of(part))
     wanted = expected(joined)
-    # Layers' values follow from numbers of samples that are counted by rank.
-    own = [tensor for part in parts for tensor in [expected(part)]]
     recording = open_recording(tmp_path / "run", verify=True)
     assert recording.complete
     assert recording.sample_ids == ids_of(joined)
     assert torch.equal(recording.rows["sample"][:], wanted["sample"])
-    assert torch.equal(recording.rows["position"][:], wanted["position"])
-    assert torch.equal(recording[WIDE][:], torch.cat([tensors[WIDE] for tensors in own]))
+    # Layers' values follow from numbers of samples that are counted by rank.
     samples = [found for part in parts for found in write("host", part).by_sample(WIDE)]
     assert all(map(torch.equal, recording.by_sample(WIDE), samples))
     recording.save(tmp_path / "saved")

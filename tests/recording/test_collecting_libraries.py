@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from scio_recorder import Tokens, reductions
 from tests.capture.test_watch_libraries import (
     PROMPT,
-    diffusion,
     gpt2,
     passes_by_hooks,
 )
@@ -79,16 +78,3 @@ def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
     torch.testing.assert_close(recording[first].float(), kept[first].float().mean(0))
     assert (recording.rows["labels"] == 5).all()
     assert recording.num_samples == 8
-
-
-def test_diffusion_pipeline() -> None:
-    rnet, run = diffusion(2)
-    expected, images = passes_by_hooks(rnet, run)
-    with rnet.collecting(
-        sample_ids=lambda batch: [f"{int(batch['timestep'])}-{n}" for n in range(2)]
-    ) as collection:
-        assert torch.equal(run(), images)
-    recording = collection.recording
-    assert list(recording.sample_ids) == [f"{t}-{n}" for t in (15, 10, 5, 0) for n in range(2)]
-    for label in rnet.recording:
-        assert torch.equal(recording[label], torch.cat([each[label] for each in expected]))

@@ -45,13 +45,13 @@ def unsynced(monkeypatch) -> None:
     monkeypatch.setattr(system, "fsync", lambda descriptor: os.fstat(descriptor) and None)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        ("at_random_instants", 3),
-        pytest.param("at_random_instants", 500 if FULL else 50, marks=pytest.mark.campaign),
-        pytest.param("at_every_call", 1, marks=pytest.mark.campaign),
-        pytest.param("at_every_call_of_a_resume", 1 if FULL else 5, marks=pytest.mark.campaign),
+        ("at_random_instants", 500 if FULL else 50),
+        ("at_every_call", 1),
+        ("at_every_call_of_a_resume", 1 if FULL else 5),
     ],
 )
 def test_killed(kind, count, tmp_path):

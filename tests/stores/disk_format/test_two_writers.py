@@ -199,12 +199,13 @@ def check_all(steps: Steps, place_of: Callable[[object], str], most: int) -> Non
             finish_and_check(path)
 
 
-def test_in_a_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [10, pytest.param(30, marks=pytest.mark.campaign)])
+def test_in_a_folder(most: int, tmp_path: Path) -> None:
     def place_of(name: object) -> str:
         (tmp_path / str(name)).mkdir(exist_ok=True)
         return f"{tmp_path}/{name}"
 
-    check_all(system_calls, place_of, 30)
+    check_all(system_calls, place_of, most)
 
 
 @pytest.mark.parametrize("most", [1, pytest.param(10, marks=pytest.mark.campaign)])
