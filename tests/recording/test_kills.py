@@ -30,6 +30,7 @@ from scio_recorder.stores import Job as StoreJob
 from scio_recorder.stores.disk import DiskWriter
 from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.files import RunWriter
+from scio_recorder.stores.kept_inputs import pack
 from tests.recording.campaign import Job
 from tests.recording.nets import assert_same, batches, expected, failing_after, recorder
 from tests.stores.disk_format.runs import calls_of
@@ -237,6 +238,14 @@ def test_a_failure_is_raised_at_every_later_call(monkeypatch, tmp_path, seconds)
         with pytest.raises(RecordingError, match="gone"):
             call()
     assert not alive()
+
+
+def test_a_state_is_copied_when_it_is_packed():
+    state = {"sum": torch.ones(2), "parts": [torch.ones(1)]}
+    packed = pack(state)
+    state["sum"].zero_()
+    state["parts"][0].zero_()
+    assert [tensor.tolist() for tensor in packed.tensors] == [[1, 1], [1]]
 
 
 def test_a_forked_process_writes_nothing_and_does_not_wait(tmp_path):
