@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Recorder
+from tests.rotation import one_in
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,7 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(3, CASES))
 def test_operations_show_routing_and_what_each_expert_returned(name: str) -> None:
     special, router, of_expert = CASES[name]
     options: dict[str, Any] = {**SIZES, **special}
