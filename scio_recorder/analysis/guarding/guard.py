@@ -48,6 +48,8 @@ _UNCOMPILED = (
     'write `with torch.compiler.set_stance("force_eager"), rnet.guard(): ...`, where the same '
     "network runs uncompiled"
 )
+# Those for which torch has a fused kernel.
+_FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 # Of Python's interpreter, for each module in another one, with and without hooks on operations.
 _FRAMES_OF_CALL = {False: 5, True: 11}
 _SPARE_FRAMES = 60
@@ -140,9 +142,9 @@ def guarded(
     booleans(ArgumentError, gradients=gradients, **options)
     checks = Checks(architecture, action, kinds, scaler, immediate or keep_inputs)
     modules, hooks = _modules_of(architecture, operations), CallHooks()
-    warns = partial(
-        warn_of_other_kernels, architecture.values(), modules, "guarded", of_functions=operations
-    )
+    # Asked in each pass, and most networks have none.
+    fused = [row for row in architecture.values() if isinstance(row.module, _FUSED)]
+    warns = partial(warn_of_other_kernels, fused, modules, "guarded", of_functions=operations)
     weights = WeightDigests() if keep_inputs else None
     calls = _GuardedCalls(checks, modules, warns, weights, gradients)
     wrappers = [_wrapper(one, checks) for one in modules] if operations else []
@@ -302,12 +304,15 @@ class _GuardedCalls:
         local = checks.local
         if local.own_code is not None:
             local.own_code.is_paused = True
-        frame = interpreter.frame_around(2)
-        call = self.innermost(frame)
-        # A hook ahead of ours may have failed, so that the call never began.
-        if call is None or call.frame not in (interpreter.frame_around(3), frame):
-            return
-        local.calls.pop()
+        calls, frame = local.calls, interpreter.frame_around(2)
+        frames = interpreter.frame_around(3), frame
+        if not (calls and calls[-1].frame in frames):
+            # Calls inside this one were interrupted, or a hook ahead of ours has failed, so that it
+            # never began.
+            call = self.innermost(frame)
+            if call is None or call.frame not in frames:
+                return
+        call = calls.pop()
         call.number = local.counts.get(name, 0)
         local.counts[name] = call.number + 1
         try:
