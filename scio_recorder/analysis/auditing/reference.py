@@ -14,8 +14,8 @@ from torch import Tensor
 
 from scio_recorder import Architecture, Recorder
 from scio_recorder.analysis.auditing.finding import Kind
-from scio_recorder.analysis.comparing.sides import NetworkSide, SampleBlock
-from scio_recorder.layer import Layer, OperationIdx, RowIdx
+from scio_recorder.analysis.comparing.sides import NetworkSide, SampleBlock, chosen
+from scio_recorder.layer import Layer, OperationIdx, RowIdx, TensorSpec
 from scio_recorder.lowlevel import BatchRows, Feed, RecordOptions, digest_of, untouched
 from scio_recorder.tensors import is_dense, taken_apart
 
@@ -192,12 +192,14 @@ class Reference:
             side.load(block)
         values = dict[Value, Tensor]()
         for label in self.labels:
-            returned = _dense(side.output(label))
+            returned = _dense(side.output(label), block)
             values |= {Value(label, False, at): x for at, x in returned.items()}
             inputs = side.inputs(label)
             arguments = [] if inputs is None else [*enumerate(inputs.args), *inputs.kwargs.items()]
             received = [
-                ((key, *at), x) for key, parts in arguments for at, x in _dense(parts).items()
+                ((key, *at), x)
+                for key, parts in arguments
+                for at, x in _dense(parts, block).items()
             ]
             # Of an addition both terms; of other layers what they work on, and no masks.
             most = 2 if isinstance(label, OperationIdx) else 1
@@ -205,13 +207,23 @@ class Reference:
         return values
 
 
-def _dense(parts: Mapping[Any, Any]) -> dict[Any, Tensor]:
-    """Return the parts of a structure that are plain arrays of numbers."""
-    return {at: x for at, x in parts.items() if isinstance(x, Tensor) and is_dense(x)}
+def _dense(parts: Mapping[Any, Any], block: SampleBlock) -> dict[Any, Tensor]:
+    """Return the parts of a structure that are plain arrays of numbers, by sample and position.
+
+    Some layers work on all tokens of a batch in a row.
+    """
+    plain = {at: x for at, x in parts.items() if isinstance(x, Tensor) and is_dense(x)}
+    leaves = () if block.inputs is None else block.inputs.leaves
+    texts = next((x.shape for x in leaves if x.ndim == 2), None)
+    if texts is None:
+        return plain
+    in_a_row = {at: x for at, x in plain.items() if x.ndim == 2 and len(x) == texts.numel()}
+    apart = {at: chosen(x.reshape(*texts, -1), block.rows) for at, x in in_a_row.items()}
+    return plain | apart
 
 
 def _additions(architecture: Architecture) -> list[OperationIdx]:
-    """Return the additions that may make the residual stream: of the shape that a layer returns.
+    """Return the additions that may make the residual stream: of the size that a layer returns.
 
     Of layers that also add other things, such as masks, the number of additions may vary from batch
     to batch.
@@ -223,16 +235,16 @@ def _additions(architecture: Architecture) -> list[OperationIdx]:
     chosen = list[OperationIdx]()
     for additions in by_layer.values():
         rows = [architecture.operations[at] for at in additions]
-        if all(_first(row.output_spec) == _first(row.layer.output_spec) for row in rows):
+        if all(_size(row.output_spec) == _size(row.layer.output_spec) for row in rows):
             chosen += additions
     return chosen
 
 
-def _first(spec: Any) -> Any:
-    """Return the first part of a structure."""
+def _size(spec: Any) -> Any:
+    """Return how many numbers, and how many features, the first part of a structure has."""
     while isinstance(spec, tuple | list) and spec:
         spec = spec[0]
-    return spec
+    return (math.prod(spec.shape), spec.shape[-1:]) if isinstance(spec, TensorSpec) else spec
 
 
 def digests_of(values: dict[Value, Tensor]) -> dict[Value, str]:

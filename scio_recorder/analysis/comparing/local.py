@@ -53,7 +53,7 @@ from scio_recorder.analysis.comparing.parting import (
     OperationPair,
     Step,
     Steps,
-    first_operations,
+    forced_operations,
     traced,
 )
 from scio_recorder.analysis.comparing.sides import (
@@ -233,9 +233,7 @@ class LocalComparison:
                 run, exact = partial(self._run_copy, block), self._exact
                 _, own = run(self._reference, self._exactly_cast, exact, layer)
                 _, other = run(self._candidate, self._exactly, exact, partner)
-                first = first_operations(
-                    own, other, _differ_in_norm, received_same=True, is_forced=True
-                )
+                first = forced_operations(own, other, _differ_in_norm)
                 self._operations[layer.label] = first._replace(
                     own=first.own or _only_operation(own)
                 )

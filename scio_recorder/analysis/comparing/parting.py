@@ -10,9 +10,10 @@ and has made the difference itself. For a module that is called, a value that is
 that was made by no step, there is no operation to name. If the layers have received other inputs,
 only the first case is certain.
 
-Where called modules are forced to return the same, their calls pair by what they return. From what
-such a call is given, or what is returned, the codes are followed backwards up to values that both
-make; the first operations behind these are named.
+Where called modules are forced to return the same, no steps are paired but calls, by what they
+return. From what such a call is given, or what is returned, the codes are followed backwards up to
+values that both make; the first operations behind these are named. Without forced modules steps
+have to be paired: codes may do more in one line, swap operands, or call modules that differ.
 """
 
 from __future__ import annotations
@@ -256,7 +257,7 @@ _UNSEEN = OperationPair(
 
 
 def first_operations(
-    own: Steps, other: Steps, differ: Differ, *, received_same: bool, is_forced: bool = False
+    own: Steps, other: Steps, differ: Differ, *, received_same: bool
 ) -> OperationPair:
     """Return the operations of two codes at which a difference begins, see NOTE.
 
@@ -268,65 +269,70 @@ def first_operations(
         Whether two tensors differ, of which one may be None.
     received_same : bool
         Whether the inputs of the layers are equal.
-    is_forced : bool, default False
-        Whether modules that are called return the same in both codes, whatever they are given.
     """
-    keys = _keys(own, other, differ if is_forced else None)
-    pairs = _aligned(*keys) if own and other else []
+    pairs = _aligned([step.key for step in own], [step.key for step in other])
     # Both codes end with a return, which alone is nothing in common.
     if len(pairs) < 2 and not _are_alike(own, other):
         return _STRANGERS
     for at, to in pairs:
         outputs = zip_longest(own[at].made, other[to].made)
         is_end = at == len(own) - 1
-        # What a module is given counts for the whole call.
-        looks_on = is_end or (is_forced and own[at].key[0] == _CALL)
-        if not looks_on and not any(differ(*one) for one in outputs):
+        if not is_end and not any(differ(*one) for one in outputs):
             continue
-        inputs = zip_longest(own[at].inputs, other[to].inputs)
-        unequal = [(a, b) for a, b in inputs if differ(a and a.tensor, b and b.tensor)]
+        unequal = _unequal_inputs(own[at], other[to], differ)
         # At the end, nothing is made of what is given.
-        if not unequal and not looks_on:
+        if not unequal and not is_end:
             return _pair(own[at].row, other[to].row)
-        if unequal and is_forced:
-            # Steps that only look alike, such as transpositions, say nothing.
-            if not looks_on:
-                continue
-            if alone := _first_alone(own, other, unequal, differ):
-                return alone
         if unequal and received_same:
             found = _parting(own, other, pairs, unequal)
             return found or _pair(own[at].row, other[to].row)
     return _UNSEEN
 
 
+def forced_operations(own: Steps, other: Steps, differ: Differ) -> OperationPair:
+    """Return the operations at which codes part whose called modules are forced, see NOTE.
+
+    Parameters
+    ----------
+    own, other : sequence of Step
+        The reference's code and the candidate's.
+    differ : callable
+        Whether two tensors differ, of which one may be None.
+    """
+    shares_some = any(_is_made(step, other, differ) for step in own)
+    if not shares_some and not _are_alike(own, other):
+        return _STRANGERS
+    for step, partner in _meetings(own, other, differ):
+        unequal = _unequal_inputs(step, partner, differ)
+        producers = [x.producer if x else None for x, _ in unequal]
+        first = _alone(own, other, producers, differ)
+        second = _alone(other, own, [x.producer if x else None for _, x in unequal], differ)
+        # What the other code does in addition, it does to what was made last.
+        last = (own[at].row for at in producers if at not in (None, OUTSIDE))
+        if first or second:
+            return OperationPair(first or next(filter(None, last), None), second)
+    return _UNSEEN
+
+
+def _meetings(own: Steps, other: Steps, differ: Differ) -> Iterator[tuple[Step, Step]]:
+    """Yield the calls of modules in two codes that return the same, and both ends."""
+    rest = [step for step in other if step.key[0] == _CALL]
+    for step in (step for step in own if step.key[0] == _CALL):
+        alike = (x for x in rest if x.key == step.key and not any(map(differ, step.made, x.made)))
+        partner = next(alike, None)
+        if partner is not None:
+            rest.remove(partner)
+            yield step, partner
+    yield own[-1], other[-1]
+
+
+def _unequal_inputs(step: Step, partner: Step, differ: Differ) -> list[_Inputs]:
+    inputs = zip_longest(step.inputs, partner.inputs)
+    return [(a, b) for a, b in inputs if differ(a and a.tensor, b and b.tensor)]
+
+
 def _pair(own: Operation | None, other: Operation | None) -> OperationPair:
     return OperationPair(own, other) if own or other else _UNSEEN
-
-
-def _keys(own: Steps, other: Steps, differ: Differ | None) -> tuple[list[Any], list[Any]]:
-    """Return what pairs the steps of two codes.
-
-    With ``differ``, calls of modules pair if they return the same, as forced ones do, and never by
-    shapes alone: a query is no output projection.
-    """
-    keys, others = [one.key for one in own], [one.key for one in other]
-    if differ is not None:
-        calls = {at: step for at, step in enumerate(own) if step.key[0] == _CALL}
-        for to, step in enumerate(other):
-            same = (
-                at
-                for at, call in calls.items()
-                if call.key == step.key and not any(map(differ, call.made, step.made))
-            )
-            if step.key[0] == _CALL and (at := next(same, None)) is not None:
-                del calls[at]
-                keys[at] = others[to] = (_CALL, at)
-            elif step.key[0] == _CALL:
-                others[to] = (_CALL, "candidate", to)
-        for at in calls:
-            keys[at] = (_CALL, "reference", at)
-    return keys, others
 
 
 def _aligned(own: list[Any], other: list[Any]) -> list[tuple[int, int]]:
@@ -369,37 +375,29 @@ def _parting(
     return _UNSEEN if None in producers | other_producers else None
 
 
-def _first_alone(
-    own: Steps, other: Steps, unequal: Sequence[_Inputs], differ: Differ
-) -> OperationPair | None:
-    """Return the first operation of each code whose value the other doesn't make, if both have one.
-
-    They are looked for backwards from inputs that differ, as far as values that both codes make.
-    """
-    first = _alone(own, other, [one.producer for one, _ in unequal if one is not None], differ)
-    second = _alone(other, own, [one.producer for _, one in unequal if one is not None], differ)
-    return OperationPair(first, second) if first and second else None
-
-
 def _alone(
-    code: Steps, other: Steps, producers: list[int | None], differ: Differ
+    code: Steps, other: Steps, producers: Sequence[int | None], differ: Differ
 ) -> Operation | None:
-    made = [tensor for step in other for tensor in step.made]
+    """Return the first operation whose value the other code doesn't make.
+
+    It is looked for backwards from some steps, as far as values that both codes make.
+    """
     todo, alone = [*producers], set[int]()
     while todo:
         at = todo.pop()
-        if at is None or at == OUTSIDE or at in alone:
-            continue
-        step = code[at]
-        if step.made and all(any(_is_same(x, y, differ) for y in made) for x in step.made):
-            continue
-        alone.add(at)
-        todo += [one.producer for one in step.inputs]
+        is_seen = at is not None and at != OUTSIDE and at not in alone
+        if at is not None and is_seen and not _is_made(code[at], other, differ):
+            alone.add(at)
+            todo += [x.producer for x in code[at].inputs]
     return next((row for at in sorted(alone) if (row := code[at].row) is not None), None)
 
 
-def _is_same(one: Tensor, two: Tensor, differ: Differ) -> bool:
-    return one.shape == two.shape and not differ(one, two)
+def _is_made(step: Step, code: Steps, differ: Differ) -> bool:
+    """Whether a code makes all that a step makes."""
+    made = [tensor for other in code for tensor in other.made]
+    return bool(step.made) and all(
+        any(x.shape == y.shape and not differ(x, y) for y in made) for x in step.made
+    )
 
 
 def _rows(code: Steps) -> list[Operation]:

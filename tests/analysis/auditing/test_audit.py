@@ -401,6 +401,34 @@ def test_branches_side_by_side_are_branches():
     assert answers["0"][0] == "residual without branch"
 
 
+class InARow(Block):
+    """A block whose feed-forward part works on the tokens of all samples in a row, as OPT's."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = (x + self.attn(self.norm1(x), mask)).flatten(0, 1)
+        return (hidden + self.mlp(self.norm2(hidden))).view(x.shape)
+
+
+@pytest.mark.parametrize("name", ["norm2", "mlp"])
+def test_both_terms_of_a_sum_over_tokens_in_a_row(name):
+    torch.manual_seed(1)
+    net = Wrapped().eval()
+    net.model.layers[1] = InARow()
+    value, kind = (
+        states(net, inputs(), (f"{BLOCK}.mlp",))[f"{BLOCK}.mlp"],
+        "branch without residual",
+    )
+    if name == "norm2":
+        seen = []
+        norm = net.get_submodule(f"{BLOCK}.norm2")
+        with norm.register_forward_pre_hook(lambda _, args: seen.append(args[0])), torch.no_grad():
+            net.eval()(**inputs()[0]), net(**inputs()[1])
+        value, kind = torch.cat(seen), "residual without branch"
+    column = value.view(6, POSITIONS, WIDTH)
+    answers = found(tokens({BLOCK: column}), Recorder(net, input_data=inputs()[0]))
+    assert answers[BLOCK][0] == kind
+
+
 def test_a_table_names_layers_that_no_column_holds(rnet, net):
     held = states(net, inputs())
     columns = {"model.layers.0": held["model.layers.0"], "layers.1": held["model.layers.0"]}

@@ -390,6 +390,35 @@ def test_code_with_one_operation_has_no_other_line() -> None:
     assert fault.operation.name == "1/gelu:0"
 
 
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sin() + self.weight).cos() * 2
+
+
+class Rolled(Positions):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sin() + self.weight.roll(1)).cos() * 2
+
+
+class Clamped(Positions):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(max=0.5)
+
+
+@pytest.mark.parametrize(("kind", "function"), [(Rolled, "add"), (Clamped, "mul")])
+def test_the_line_where_only_the_port_does_more(kind: type[nn.Module], function: str) -> None:
+    net = nn.Sequential(nn.Linear(6, 6), Positions())
+    port = copy.deepcopy(net)
+    port[1].__class__ = kind
+    [fault] = judged(net, port, torch.randn(8, 6), operations=True).faults
+    assert fault.operation is not None
+    assert (fault.layer.name, fault.operation.function) == ("1", function)
+
+
 class Scaled(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 1.1
