@@ -100,22 +100,25 @@ class _Examined:
         return self.target if self.target in fits else None
 
     def take(self, look: Look) -> bool:
-        """Take what a batch shows of the column; say whether its rows were found."""
+        """Take what a batch shows of the column; say whether that explains its rows."""
         errors = look.view.errors(look.rows)
         for value, error in errors.items():
             self.errors.setdefault(value, deque(maxlen=_REMEMBERED)).append(error)
         fitted = self.fitting(errors)
         if fitted is not None:
-            found, num_unexplained = look.off(fitted)
+            evidence, num_unexplained = look.off(fitted)
             self.num_unexplained += num_unexplained
             self.num_rows += len(look.rows)
-        elif self.num_examined >= _EXAMINED:
+            self.evidence += evidence
+            if evidence or num_unexplained <= _UNEXPLAINED * len(look.rows):
+                return True
+        if self.num_examined >= _EXAMINED:
             return True
-        else:
-            self.num_examined += 1
-            found = [*filter(None, [look.explained(self.target)])]
-        self.evidence += found
-        return fitted is not None or bool(found)
+        self.num_examined += 1
+        if fitted is None:
+            evidence = [*filter(None, [look.explained(self.target)])]
+            self.evidence += evidence
+        return bool(evidence)
 
     def row_limit(self, value: Value) -> float:
         """Return the largest error of a row that fits a value."""
@@ -248,7 +251,9 @@ class _Auditor:
                 recorded, keys = examined.column.read(batch.places)
                 view = self._view(views, batch._replace(rows=rows), values, examined, keys)
                 value = examined.fitting(view.errors(recorded))
-                if value is not None:
+                look = Look(examined.column, view, recorded, batch.places, examined.row_limit)
+                # A few padded samples hardly move the median.
+                if value is not None and look.off(value)[1] <= _UNEXPLAINED * len(recorded):
                     examined.evidence.append(Evidence(kind, words, value))
             unknown = [x for x in unknown if not x.evidence]
 

@@ -332,6 +332,25 @@ def test_padding_that_was_attended_to(rnet, net):
         assert answers == {BLOCK: ("padding counted", BLOCK)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_of_few_samples_that_was_attended_to(net, dtype):
+    batches = inputs("left")
+    for batch in batches:
+        # Of each three samples, one is padded.
+        batch["attention_mask"][:2] = 1
+        batch["input_ids"][:2].clamp_(min=3)
+    seen = [{**x, "attention_mask": torch.ones_like(x["attention_mask"])} for x in batches]
+    held = states(copy.deepcopy(net).to(dtype), seen)[BLOCK]
+    recorder = Recorder(net, input_data=batches[0])
+    recording = recording_of_hidden_states({BLOCK: held})
+    assert found(recording, recorder, batches=batches)[BLOCK] == ("padding counted", BLOCK)
+    # Noise in as few rows is no padding.
+    noisy = states(net, batches)[BLOCK]
+    noisy[2::3] += torch.randn_like(noisy[2::3])
+    answers = found(recording_of_hidden_states({BLOCK: noisy}), recorder, batches=batches)
+    assert answers[BLOCK] == ("beyond rounding", BLOCK)
+
+
 @pytest.mark.parametrize("is_tokens", [True, False])
 def test_padding_on_the_other_side(rnet, net, is_tokens):
     # Positions are counted from the padding on, so the numbers differ as well.
