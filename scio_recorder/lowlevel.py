@@ -29,11 +29,17 @@ from scio_recorder.postprocessors.values import describe
 from scio_recorder.recording.collection import Collection, what_is_durable
 from scio_recorder.recording.feed import Advice, ChosenSamples, Feed, Share, raise_for_batch
 from scio_recorder.recording.loader import rows_of
-from scio_recorder.recording.options import CollectOptions, LayerOptions, PartKeywords, shows
+from scio_recorder.recording.options import (
+    CollectOptions,
+    LayerOptions,
+    PartKeywords,
+    in_words,
+    made_with,
+    shows,
+)
 from scio_recorder.recording.readable import Readable
 from scio_recorder.recording.recording import opened
 from scio_recorder.recording.rows import BatchRows, Rows, Source
-from scio_recorder.recording.settings import in_words, made_with
 from scio_recorder.recording.statistics import RunningStatistics
 from scio_recorder.reductions.base import several
 from scio_recorder.tensors.digests import WeightDigests, digest_of, plain_parts

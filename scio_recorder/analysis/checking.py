@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.measures import Tolerance, measure
 from scio_recorder.analysis.comparing.pairing import paired_outputs, parts_of
-from scio_recorder.analysis.side_runs import refuse_side_runs
 from scio_recorder.errors import (
     ArgumentError,
     CheckError,
@@ -158,7 +157,7 @@ def _refuse(capture: Capture, kwargs: Mapping[str, Any]) -> None:
             "activation_postproc= out"
         )
     refuse_transforms("checked")
-    refuse_side_runs(capture, "a check")
+    capture.refuse_side_runs("a check")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from scio_recorder import Architecture
-from scio_recorder.analysis.side_runs import refuse_side_runs
 from scio_recorder.display.outline import Listed, Listing
 from scio_recorder.errors import LayerNotFoundError
 from scio_recorder.layer import Layer, OperationIdx, RowIdx, TensorSpec, counted, few, text_of
@@ -121,7 +120,7 @@ def find_stream(
     LayerNotFoundError
         There is no stream, or it can't be proved.
     """
-    refuse_side_runs(capture, "the search for the residual stream")
+    capture.refuse_side_runs("the search for the residual stream")
     net, refusals = capture.net, list[str]()
 
     def run(labels: Iterable[RowIdx], sink: Any = None, posts: Any = None) -> tuple[Any, Any]:

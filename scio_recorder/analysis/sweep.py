@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from scio_recorder.analysis.effects import Effects
-from scio_recorder.analysis.side_runs import refuse_side_runs
 from scio_recorder.errors import (
     ArgumentError,
     ComparisonError,
@@ -264,7 +263,7 @@ def _check(capture: Capture, metric: Any) -> None:
             'after record(..., calls="any") a layer stands for any number of calls: record '
             "without calls= to sweep over single calls"
         )
-    refuse_side_runs(capture, "a sweep")
+    capture.refuse_side_runs("a sweep")
     if not callable(metric):
         raise ComparisonError(
             f"metric={metric!r}: give a function of the network's output that returns a number, "

@@ -22,6 +22,7 @@ from scio_recorder.capture.passes import Pass, StopForward
 from scio_recorder.capture.program import Program, RecordOptions, Sink
 from scio_recorder.capture.watch import Blocks
 from scio_recorder.errors import (
+    ComparisonError,
     LayerNotFoundError,
     PostprocessorError,
     RecorderError,
@@ -229,6 +230,27 @@ class Capture:
         """Whether a block around the caller wants the records of each pass."""
         return any(block.passes is not None for block in self.blocks.here())
 
+    def refuse_side_runs(self, what: str) -> None:
+        """Refuse to run the network inside a block around it, or if its hooks see too little.
+
+        Parameters
+        ----------
+        what : str
+            What runs it, such as ``"a sweep"``.
+        """
+        if self.blocks.open or self.is_running:
+            raise ComparisonError(
+                f"{what} runs the network itself, and its runs must not count as passes of a block "
+                "around it: leave the block of watch(...) or collecting(...) first"
+            )
+        has_compiler = private.DYNAMO in sys.modules
+        is_compiled = has_compiler and any(map(private.is_compiled, self.net.modules()))
+        if is_compiled or is_sharded(self.net):
+            raise UnsupportedNetError(
+                "the network is compiled or sharded, in whole or in part, and compiled code does "
+                f"not call hooks: {what} needs the network without torch.compile, in one process"
+            )
+
     def acting(self, posts: Postprocessors | None) -> Postprocessors | None:
         """Return the post-processors of a call and of the blocks around it."""
         every = [*(block.posts for block in self.blocks.here()), posts]
@@ -345,8 +367,9 @@ class Capture:
         # Otherwise the number of calls shows that a hook is gone.
         is_hidden = hooks.with_inputs or not self.program.counts_calls
         unhooked = hooks.removed_by_others() if is_hidden else ()
-        activations, inputs, attention = current.finish(unhooked)
-        if current.records_outputs:
+        ended = current.finish(unhooked)
+        if ended is not None and current.records_outputs:
+            activations, inputs, attention = ended
             latest = self._latest
             latest.activations, latest.inputs, latest.attention = activations, inputs, attention
             if self.options.copy == "auto":

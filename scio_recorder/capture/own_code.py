@@ -15,18 +15,20 @@ begins paused: the last hook before the forward resumes it, and the first behind
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 
 from scio_recorder.capture.around import CallWrapper, Uncopied
-from scio_recorder.capture.in_place import saving_copies, write, writes_to_argument
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.nets.operations import (
     LibraryMode,
@@ -38,7 +40,9 @@ from scio_recorder.nets.operations import (
 )
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
+from scio_recorder.tensors.copies import twin
 from scio_recorder.tensors.ownership import plain_version
+from scio_recorder.tensors.structures import flatten, tensors
 
 
 class _Functions(dict[Any, Any]):
@@ -105,7 +109,7 @@ def _take_inputs(
 ) -> Any:
     """Call a function with its hook before and behind it, which may change something."""
     name = function_name(func)
-    writes = (changed_ones is None or name in changed_ones) and writes_to_argument(
+    writes = (changed_ones is None or name in changed_ones) and _writes_to_argument(
         func, args, kwargs
     )
     given = *args, *kwargs.values()
@@ -113,7 +117,7 @@ def _take_inputs(
     if received is not None:
         args, kwargs = received
     # What is written in place of its result must not be what its backward reads.
-    with saving_copies() if writes and torch.is_grad_enabled() else contextlib.nullcontext():
+    with _saving_copies() if writes and torch.is_grad_enabled() else contextlib.nullcontext():
         output = func(*args, **kwargs)
     if not returns_tensors(output):
         return output
@@ -126,7 +130,9 @@ def _take_inputs(
             "not seen: let the post-processor act on a layer, or checkpoint a module"
         )
     changed = output if changed is None else changed
-    return write(changed, output, given, (*args, *kwargs.values()), name) if writes else changed
+    return (
+        _write_back(changed, output, given, (*args, *kwargs.values()), name) if writes else changed
+    )
 
 
 class RunningCode(threading.local):
@@ -289,3 +295,104 @@ class OwnCodeHook(Uncopied):
             # Hooks ask tensors for their versions, which a mode that is paused would see.
             if private.is_innermost(own):
                 private.leave_function_mode()
+
+
+# -- operations that write to their own argument ---------------------------------------------------
+
+
+def _writes_to_argument(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call asks a function to write to one of its arguments.
+
+    Examples
+    --------
+    >>> from torch.nn.functional import relu
+    >>> x, functions = torch.ones(1), [torch.relu_, Tensor.__ior__, Tensor.__invert__, torch.relu]
+    >>> [_writes_to_argument(function, (x,), {}) for function in functions]
+    [True, True, False, False]
+    >>> _writes_to_argument(relu, (x,), {"inplace": True})
+    True
+    """
+    name = function_name(function)
+    # Operators such as that of ``x += y``.
+    is_operator = name[:1] == "i" and hasattr(Tensor, f"__{name[1:]}__")
+    if is_operator or name.endswith("_") or kwargs.get("out") is not None:
+        return True
+    try:
+        return bool(inspect.signature(function).bind(*args, **kwargs).arguments.get("inplace"))
+    except (TypeError, ValueError):
+        return False
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextlib.contextmanager
+def _saving_copies() -> Iterator[None]:
+    """Let autograd save copies inside the block, so that its tensors may be written to after it.
+
+    Hooks on saved tensors, such as those of activation checkpointing, are given the copies.
+    """
+    pack, unpack = private.active_saved_tensors_hooks() or (_same, _same)
+
+    @functools.wraps(pack)  # checkpointing is recognised by its own
+    def pack_copy(tensor: Tensor) -> Any:
+        return pack(twin(tensor))
+
+    with saved_tensors_hooks(pack_copy, unpack):
+        yield
+
+
+def _write_back(
+    changed: Any, output: Any, given: Sequence[Any], received: Sequence[Any], what: str
+) -> Any:
+    """Put what a post-processor gave into the arguments to which an operation has written.
+
+    Parameters
+    ----------
+    changed, output : Any
+        What it gave, and what the operation returned.
+    given, received : sequence
+        The arguments of the code, and those that the operation received in their place.
+    what : str
+        The operation.
+
+    Returns
+    -------
+    Tensor, or a tuple or list of some
+        Those arguments of the code.
+
+    Raises
+    ------
+    PostprocessorError
+        Other tensors than these came back, or autograd can't have it.
+    """
+    leaves, rebuild = flatten(output)
+    pairs = zip(tensors(tuple(given)), tensors(tuple(received)), strict=False)
+    own = {id(other): argument for argument, other in pairs}
+    places = [own[id(leaf)] for leaf in leaves if id(leaf) in own]
+    values = tensors(changed)
+    if not len(leaves) == len(places) == len(values):
+        raise PostprocessorError(
+            f"{what} writes to {len(leaves)} of its arguments, and what the post-processor gave "
+            "can't be written there: return as many tensors, or change another operation"
+        )
+    for value, place in zip(values, places, strict=True):
+        _write(value, place, what)
+    return rebuild(places)
+
+
+def _write(changed: Tensor, place: Tensor, what: str) -> None:
+    if changed.shape != place.shape:
+        raise PostprocessorError(
+            f"{what} writes to its own argument, of shape {tuple(place.shape)}, where a tensor of "
+            f"shape {tuple(changed.shape)} can't be written: return one of the same shape"
+        )
+    try:
+        if changed is not place:
+            place.copy_(changed)
+    except RuntimeError as error:
+        raise PostprocessorError(
+            f"{what} writes to its own argument, and what the post-processor gave must go there, "
+            f"but {error}: run the pass under torch.no_grad(), or change another operation"
+        ) from error

@@ -205,8 +205,8 @@ class Pass:
         program, options = self.program, self.program.options
         if self.records_outputs or options.inputs or options.gradients or stops or self.posts.acts:
             return program.no_receivers
-        single = (None if label in program.slow else label for label in program.single)
-        return [label and sink.receivers[label] for label in single]
+        slow, receivers = program.slow, sink.receivers
+        return [receivers[at] if at and at not in slow else None for at in program.single]
 
     def receive(self, index: int, args: Any, output: Any) -> Any:
         """Take a module's output; return what the network goes on with, None for the same."""
@@ -357,8 +357,8 @@ class Pass:
             self._keeper = Keeper(self.setting)
         return self._keeper.keep(*value)
 
-    def finish(self, unhooked: Collection[int] = ()) -> Ended:
-        """Check the calls of the pass, and return what it leaves.
+    def finish(self, unhooked: Collection[int] = ()) -> Ended | None:
+        """Check the calls of the pass, and return what it leaves; None if its outputs are not kept.
 
         Reading a record shows whether a later operation has overwritten it. Later passes in this
         setting keep things as this pass has shown to be right.
@@ -391,8 +391,6 @@ class Pass:
             self._positions = self._positions_of(modules)
         outputs = zip(self._positions, log[1::3], log[2::3], strict=True)
         inputs = sorted(self.inputs, key=operator.itemgetter(0))
-        kept = KeptCalls(program, outputs if self._keeps_outputs else (), inputs)
-        activations = Records(program.architecture, kept.activations)
         if self._keeper is not None:
             if self._keeper.is_learning:
                 self._learn()
@@ -400,12 +398,16 @@ class Pass:
         # What else holds a tensor is asked when it is read, as at once inside `watch`.
         log.clear()
         self.inputs = []
-        # A pass that keeps nothing leaves it open what the network overwrites.
-        self.setting.is_new &= not self._keeps_outputs
+        if not self._keeps_outputs:
+            # This leaves it open what the network overwrites.
+            return None
+        self.setting.is_new = False
+        kept = KeptCalls(program, outputs, inputs)
+        activations = Records(program.architecture, kept.activations)
         if self._sink is not None and not (self._hands_on or self.is_bare):
             for label in activations:
                 self._sink.receivers[label](activations.peek(label))
-        if not program.keeps_inputs or self._sink is not None:
+        if self._sink is not None or not program.keeps_inputs:
             return Ended(activations)
         records = None
         if program.options.inputs:

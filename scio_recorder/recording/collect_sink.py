@@ -20,9 +20,8 @@ from scio_recorder.nets.state.moment import Moment
 from scio_recorder.recording.options import LayerOptions, Transform
 from scio_recorder.recording.row_kinds import ContinuedPass
 from scio_recorder.recording.rows import BatchRows
-from scio_recorder.recording.settings import restore, states_of
 from scio_recorder.reductions import Reduction
-from scio_recorder.reductions.base import SampleReduction, several
+from scio_recorder.reductions.base import SampleReduction, several, states_of
 from scio_recorder.stores import Column, State, StoreWriter
 from scio_recorder.stores.disk_format.reader import Ids
 from scio_recorder.stores.disk_format.tensor_file import expect
@@ -203,10 +202,8 @@ class StoreSink(LayerSink):
     """
 
     writer: StoreWriter
-    rounds: bool = False
-    # Sums of squares, in float64: of the rounding errors, and of all values.
-    lost: float = 0.0
-    total: float = 0.0
+    # Sums of squares of the rounding errors, and of all values; None if nothing is rounded.
+    sums: tuple[float, float] | None = None
     _column: Column | None = None
     # The shape of a row of activations that need no check; that of no row if each needs one.
     _row_shape: tuple[int, ...] = (-1,)
@@ -228,7 +225,7 @@ class StoreSink(LayerSink):
         kept = self._transformed(batch, activation)
         self._check(batch, kept)
         place = self._put(batch, kept)
-        if self.rounds:
+        if self.sums is not None:
             batch.rounding[self.layer.label] = _rounding(batch.rows.choose(kept), place)
         elif self.transform is None:
             self._row_shape = tuple(place.shape[1:])
@@ -270,7 +267,8 @@ class StoreSink(LayerSink):
     def _open(self, kept: Tensor) -> Column:
         dtype = self.options.asked.dtype if kept.is_floating_point() else None
         spec = TensorSpec(tuple(kept.shape[1:]), dtype or kept.dtype)
-        self.rounds = not _holds_exactly(spec.dtype, kept.dtype)
+        if self.sums is None and not _holds_exactly(spec.dtype, kept.dtype):
+            self.sums = 0.0, 0.0
         self._column = self.writer.column(self.layer.label, spec, kept)
         return self._column
 
@@ -347,73 +345,48 @@ class LayerSinks:
         self._reductions = layers.reductions
         self.stores: dict[RowIdx, StoreSink] = {}
         self.reduces: dict[RowIdx, ReduceSink] = {}
-        for label in layers.recording:
-            shared = layers, layers.architecture[label], layers.transforms.get(label)
+        for label, layer in layers.recorded.items():
+            shared = layers, layer, layers.transforms.get(label)
             if label in layers.reductions:
                 reductions = several(layers.reductions[label])
                 self.reduces[label] = ReduceSink(*shared, reductions, waits)
             else:
                 self.stores[label] = StoreSink(*shared, writer)
-        self.receivers: dict[RowIdx, Callable[[Batch, Any], None]] = {
-            label: sink.receive for label, sink in (self.stores | self.reduces).items()
-        }
+        self.by_label: dict[RowIdx, LayerSink] = {**self.stores, **self.reduces}
+
+    def _sums(self) -> dict[RowIdx, tuple[float, float]]:
+        stores = self.stores.items()
+        return {label: store.sums for label, store in stores if store.sums is not None}
 
     @property
     def relative_errors(self) -> dict[RowIdx, float]:
         """The norm of rounding errors over that of all values, of layers that are rounded."""
-        return {
-            label: (store.lost / store.total) ** 0.5 if store.total else 0.0
-            for label, store in self.stores.items()
-            if store.rounds
-        }
+        sums = self._sums().items()
+        return {label: (lost / total) ** 0.5 if total else 0.0 for label, (lost, total) in sums}
 
     def count(self, batch: Batch) -> None:
         """Count the rounding errors of a pass, which has succeeded."""
-        for label, (lost, total) in batch.rounding.items():
-            self.stores[label].lost += lost
-            self.stores[label].total += total
+        for label, (more_lost, more_total) in batch.rounding.items():
+            lost, total = self.stores[label].sums or (0.0, 0.0)
+            self.stores[label].sums = lost + more_lost, total + more_total
 
     def state(self) -> State:
         """Return the state of reductions, and the rounding errors so far, for a commit."""
-        rounding = {
-            text_of(label): [store.lost, store.total]
-            for label, store in self.stores.items()
-            if store.rounds
-        }
+        rounding = {text_of(label): list(sums) for label, sums in self._sums().items()}
         return {"reductions": states_of(self._reductions), "rounding": rounding}
 
     def restore(self, state: State) -> None:
         """Go on after a state that was committed."""
-        restore(self._reductions, expect(state["reductions"], dict))
+        states = expect(state["reductions"], dict)
+        for label, each in self._reductions.items():
+            pairs = zip(several(each), several(states[text_of(label)]), strict=True)
+            for reduction, its_state in pairs:
+                reduction.load_state_dict(its_state)
+        rounding = expect(state["rounding"], dict)
         for label, store in self.stores.items():
-            sums = expect(state["rounding"], dict).get(text_of(label))
-            if sums is not None:
-                store.rounds = True
-                store.lost, store.total = map(float, sums)
-
-
-class FollowingSink:
-    """The sink of a pass that only other processes keep, and this one runs with them.
-
-    To gather a ``DTensor``, all processes are needed.
-
-    Parameters
-    ----------
-    layers : LayerSinks
-        What stores or reduces the outputs of other passes.
-    batch : Batch
-        The batch of the pass.
-    """
-
-    def __init__(self, layers: LayerSinks, batch: Batch) -> None:
-        sinks = layers.stores | layers.reduces
-        self.receivers = {label: partial(sink.follow, batch) for label, sink in sinks.items()}
-
-    def keep_inputs(self, row: Layer, inputs: Inputs) -> None:
-        """Keep nothing."""
-
-    def receive_inputs(self, label: RowIdx, kept: Any) -> None:
-        """Take nothing."""
+            if text_of(label) in rounding:
+                lost, total = map(float, rounding[text_of(label)])
+                store.sums = lost, total
 
 
 class CollectSink:
@@ -427,8 +400,8 @@ class CollectSink:
         The batch of the pass.
     kept_calls : KeptCalls
         Keeps calls so that they can run again.
-    weights : WeightDigests or None
-        Digests of modules' weights; None if no inputs are kept.
+    weights : WeightDigests, optional
+        Digests of modules' weights, if inputs are kept.
     """
 
     def __init__(
@@ -436,22 +409,28 @@ class CollectSink:
         layers: LayerSinks,
         batch: Batch,
         kept_calls: KeptCalls,
-        weights: WeightDigests | None,
+        weights: WeightDigests | None = None,
     ) -> None:
-        self.receivers = {label: partial(take, batch) for label, take in layers.receivers.items()}
         # The kept calls of the pass.
         self.calls: dict[RowIdx, dict[str, Any]] = {}
         self._kept_calls, self._weights = kept_calls, weights
+        self.receivers: dict[RowIdx, Callable[[Any], None]] = {
+            label: partial(sink.receive if batch.is_new else sink.follow, batch)
+            for label, sink in layers.by_label.items()
+        }
         if weights is not None:
             self.receivers = {
-                label: partial(_receive_with_call, self.calls, label, receive)
+                label: partial(self._receive_with_call, label, receive)
                 for label, receive in self.receivers.items()
             }
 
     def keep_inputs(self, row: Layer, inputs: Inputs) -> dict[str, Any]:
         """Copy what a module is about to receive, and the state in which it will run."""
         module, call = row.module, KeptCall(inputs)
-        if module is not None and self._weights is not None and not isinstance(row, Operation):
+        if self._weights is None:
+            # Only other processes keep something of the pass.
+            return {}
+        if module is not None and not isinstance(row, Operation):
             call = KeptCall(inputs, Moment.of(module, inputs), self._weights.digest(module))
         return self._kept_calls.keep(row, call)
 
@@ -459,17 +438,13 @@ class CollectSink:
         """Take the result of `keep_inputs` for a layer."""
         self.calls[label] = kept
 
-
-def _receive_with_call(
-    calls: Mapping[RowIdx, dict[str, Any]],
-    label: RowIdx,
-    receive: Callable[[Any], None],
-    activation: Any,
-) -> None:
-    """Note the digest of an output beside the call that has made it."""
-    if label in calls:
-        calls[label]["output"] = digest_of(activation)
-    receive(activation)
+    def _receive_with_call(
+        self, label: RowIdx, receive: Callable[[Any], None], activation: Any
+    ) -> None:
+        """Note the digest of an output beside the call that has made it."""
+        if label in self.calls:
+            self.calls[label]["output"] = digest_of(activation)
+        receive(activation)
 
 
 def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:

@@ -24,7 +24,6 @@ from scio_recorder.postprocessors.assigning import Postprocessors
 from scio_recorder.recording.collect_sink import (
     Batch,
     CollectSink,
-    FollowingSink,
     LayerSinks,
 )
 from scio_recorder.recording.feed import Advice, Feed, raise_for_batch
@@ -32,19 +31,11 @@ from scio_recorder.recording.options import LayerOptions
 from scio_recorder.recording.recording import Recording, open_recording
 from scio_recorder.recording.row_kinds import Continuing
 from scio_recorder.recording.rows import BatchRows, Source
-from scio_recorder.recording.settings import made_with
 from scio_recorder.stores import Job, State, Store, StoreWriter, as_store
 from scio_recorder.stores.disk import check_copies
 from scio_recorder.stores.disk_format.reader import Ids
 from scio_recorder.stores.disk_format.tensor_file import expect
-from scio_recorder.stores.files import (
-    complete_ranks,
-    medium_at,
-    parsing,
-    read_description,
-    refuse_repeated_ids,
-    scan,
-)
+from scio_recorder.stores.files import complete_ranks, medium_at, parsing
 from scio_recorder.tensors.digests import WeightDigests, weights_digest
 
 
@@ -156,7 +147,6 @@ class Collection:
         return {
             **self.layers.settings(self.capture.net),
             **self.feed.place_settings(is_shared=is_shared),
-            "made_with": made_with(self.capture.net),
         }
 
     def job(self, settings: dict[str, Any]) -> Job:
@@ -174,7 +164,7 @@ class Collection:
     def _check(self, store: Store) -> None:
         architecture, layers = self.layers.architecture, self.layers
         if self.asked.store is None and layers.stored:
-            named = few([architecture[label] for label in layers.stored], 3)
+            named = few([layers.recorded[label] for label in layers.stored], 3)
             raise CollectError(
                 f"store=None keeps only reductions, but there is none for {named}: give "
                 'reduce=, or a store such as "host"'
@@ -220,12 +210,11 @@ class OpenCollection:
         self._continuing = Continuing() if self.is_of_others and self.asked.rows else None
         of_dataset = None if self.is_of_others else self.layers
         self._advice = Advice(self.capture.net, self.asked, of_dataset)
-        architecture = self.layers.architecture
         self._source = partial(
             Source,
             self.capture.net,
-            layer=architecture[self.layers.recording[0]],
-            labelled=architecture[0, 1].input_shape,
+            layer=next(iter(self.layers.recorded.values())),
+            labelled=self.layers.architecture[0, 1].input_shape,
             # If others run the passes, they choose the inputs of each.
             has=None if self._continuing else {},
         )
@@ -310,7 +299,9 @@ class OpenCollection:
         return ids, number
 
     def take(self, batch: Batch, run: Callable[[CollectSink], Any]) -> Any:
-        """Run the pass of a new batch, and commit those of its samples that are not durable.
+        """Run the pass of a batch, and commit those of its samples that are not durable.
+
+        If there are none, only other processes keep something of it, which run it with this one.
 
         Parameters
         ----------
@@ -319,6 +310,8 @@ class OpenCollection:
         run : callable
             Runs a pass with a sink, and returns the network's output.
         """
+        if not batch.is_new:
+            return run(CollectSink(self._sinks, batch, self._writer.calls))
         # Before the pass, since one that can't be kept need not run. Rows kept nowhere take no
         # memory.
         if batch.rows.columns and self.layers.keeps_rows:
@@ -333,18 +326,6 @@ class OpenCollection:
             raise
         self._commit(batch, sink)
         return output
-
-    def follow(self, batch: Batch, run: Callable[[FollowingSink], Any]) -> None:
-        """Run the pass of a batch with processes that keep something of it, and keep nothing.
-
-        Parameters
-        ----------
-        batch : Batch
-            The batch, which has begun.
-        run : callable
-            Runs a pass with a sink.
-        """
-        run(FollowingSink(self._sinks, batch))
 
     def _put_columns(self, batch: Batch) -> None:
         """Keep the facts about each row of a batch, beside the layers."""
@@ -475,15 +456,7 @@ def go_through(
         except BaseException:
             opened.abandon()
             raise
-    recording = opened.finish()
-    # Ids of parts are compared when these are put together.
-    is_of_ranks = opened.is_shared and collection.feed.part is None
-    if is_of_ranks and recording.path is not None:
-        # The last process to end sees the samples of all.
-        with contextlib.closing(medium_at(recording.path)) as medium:
-            if len(complete_ranks(medium)) == read_description(medium).world_size:
-                refuse_repeated_ids(recording.path, scan(medium))
-    return recording
+    return opened.finish()
 
 
 def _opened(collection: Collection, together: InStep) -> OpenCollection:
@@ -535,10 +508,7 @@ def _run_batches(
             batch = opened.begin(loaded, inputs, is_taken=is_taken)
             if is_taken and not is_left_out(not batch.is_new):
                 try:
-                    if batch.is_new:
-                        opened.take(batch, partial(run, inputs))
-                    else:
-                        opened.follow(batch, partial(run, inputs))
+                    opened.take(batch, partial(run, inputs))
                 except Exception as error:
                     shown = loaded if feed.asked.to_inputs is None else None
                     raise_for_batch(error, feed.number, architecture, net, inputs, shown)

@@ -11,7 +11,6 @@ from itertools import count, islice
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -39,7 +38,7 @@ from scio_recorder.recording.rows import Source, advice_on_lists
 from scio_recorder.stores import Store
 from scio_recorder.stores.disk_format.reader import Ids, to_ids
 from scio_recorder.tensors.arguments import ProcessRank, signature_of, this_process
-from scio_recorder.tensors.properties import dtype_name, is_dense
+from scio_recorder.tensors.properties import dtype_name
 from scio_recorder.tensors.structures import tensors
 
 _WRITE = (
@@ -301,14 +300,10 @@ class Feed:
         return placed
 
     @property
-    def has_indices(self) -> bool:
-        """Whether samples are known by their indices in a dataset."""
-        return self.share is not None and self.share.batches is not None
-
-    @property
     def is_numbering(self) -> bool:
         """Whether ids are running numbers, for which all batches must be counted."""
-        return self.asked.sample_ids is None and not self.has_indices
+        has_indices = self.share is not None and self.share.batches is not None
+        return self.asked.sample_ids is None and not has_indices
 
     def ids(self, batch: Any, inputs: Inputs, number: int | None = None) -> tuple[Ids, int]:
         """Return the ids of a batch's samples, and their number including repeats at the end.
@@ -327,9 +322,9 @@ class Feed:
         else:
             number = len(counting_tensor(inputs)) if number is None else number
             first = self.num_samples + (self.part or 0) * IDS_OF_A_PART
-            if not self.has_indices:
+            if self._chosen is None:
                 return range(first, first + number), number
-            all_ids = [] if self._chosen is None else self._chosen.indices
+            all_ids = self._chosen.indices
         num_own = self._num_own(len(all_ids) if number is None else number)
         try:
             ids = to_ids(all_ids[:num_own])
@@ -441,12 +436,15 @@ class Advice:
     def __init__(
         self, net: nn.Module, asked: CollectOptions, layers: LayerOptions | None = None
     ) -> None:
-        self._net, self._is_dataset = net, layers is not None
+        self._is_dataset = layers is not None
+        self._counts_samples = asked.rows is None and asked.sample_ids is None
+        kinds = {
+            _on_second_element: asked.to_inputs is None,
+            _on_positions: layers is not None and _takes_positions(net),
+            _on_padding: layers is not None and layers.keeps_padding,
+        }
         # What was warned of once is not looked for again.
-        self._sees_elements = asked.to_inputs is None
-        self._sees_positions = self._is_dataset and _takes_positions(net)
-        self._sees_padding = layers is not None and layers.keeps_padding
-        self._sees_samples = asked.rows is None and asked.sample_ids is None
+        self._kinds = [kind for kind, is_wanted in kinds.items() if is_wanted]
 
     def look_at(self, source: Source) -> None:
         """Look at a batch that is about to run.
@@ -463,16 +461,12 @@ class Advice:
         """
         is_first = source.number == 0
         if is_first and self._is_dataset:
-            _advise_evaluation(self._net)
-        if self._sees_elements:
-            self._sees_elements = not _advise_second_element(self._net, source.batch)
-        if self._sees_positions or self._sees_padding:
-            mask = _mask_on_host(source)
-            if mask is not None and self._sees_positions:
-                self._sees_positions = not _advise_positions(source.arguments, mask)
-            if mask is not None and self._sees_padding:
-                self._sees_padding = not _advise_padding(source.number, mask)
-        if is_first and self._sees_samples:
+            _advise_evaluation(source.net)
+        for kind in [*self._kinds]:
+            if text := kind(source):
+                self._kinds.remove(kind)
+                warn(text, CollectWarning)
+        if is_first and self._counts_samples:
             _refuse_sample(source)
 
 
@@ -493,38 +487,35 @@ def _advise_evaluation(net: nn.Module) -> None:
         )
 
 
-def _advise_second_element(net: nn.Module, batch: Any) -> bool:
-    """Warn if forward would accept the second element of a batch too; return whether it would.
+def _on_second_element(source: Source) -> str:
+    """Return advice if forward would accept the second element of a batch too.
 
     Only a tensor that looks like an input counts, as in ``(ids, mask)``, not labels; and mappings
     that look like samples.
     """
+    batch = source.batch
     if not isinstance(batch, tuple | list) or len(batch) < 2:
-        return False
+        return ""
     first, second = batch[0], batch[1]
     if all(isinstance(each, Mapping) and each.keys() == first.keys() for each in batch):
-        warn(
+        return (
             f"a batch is a {type(batch).__name__} of {len(batch)} mappings with the same keys, and "
             "only the first of them goes into the net: if each is a sample, let the loader join "
-            "them (DataLoader does so without collate_fn, and a tokenizer by tokenizer.pad)",
-            CollectWarning,
+            "them (DataLoader does so without collate_fn, and a tokenizer by tokenizer.pad)"
         )
-        return True
     if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
-        return False
-    parameter = _second_parameter(net)
+        return ""
+    parameter = _second_parameter(source.net)
     if parameter is None or first.shape[:1] != second.shape[:1]:
-        return False
+        return ""
     if parameter.default is not parameter.empty and second.ndim <= 1:
         # One number for each sample counts as a label if the net can do without it.
-        return False
-    warn(
+        return ""
+    return (
         "only batch[0] goes into the net, but its forward would accept batch[1] as well, a "
         f"tensor of shape {tuple(second.shape)}: write to_inputs=lambda batch: tuple(batch[:2]) "
-        "to give it both, or to_inputs=lambda batch: batch[0] for the first alone",
-        CollectWarning,
+        "to give it both, or to_inputs=lambda batch: batch[0] for the first alone"
     )
-    return True
 
 
 def _takes_positions(net: nn.Module) -> bool:
@@ -534,47 +525,32 @@ def _takes_positions(net: nn.Module) -> bool:
     return _POSITIONS in parameters or (takes_any and any(map(_takes_positions, net.children())))
 
 
-def _mask_on_host(source: Source) -> NDArray[Any] | None:
-    """Return a batch's mask [batch, positions]; that of an accelerator only from the first one.
-
-    Such a mask is waited for.
-    """
-    mask = source.find("attention_mask")
-    is_mask = isinstance(mask, Tensor) and is_dense(mask) and mask.ndim == 2
-    if not is_mask or mask.is_complex() or (mask.device.type != "cpu" and source.number):
-        return None
-    array: NDArray[Any] = mask.detach().cpu().double().numpy()
-    return array
-
-
-def _advise_padding(number: int, mask: NDArray[Any]) -> bool:
-    """Warn of positions of padding that would be kept; return whether there are some."""
+def _on_padding(source: Source) -> str:
+    """Return advice if positions of padding would be kept."""
+    mask = source.mask_on_host
     # Negative numbers are those of a mask that is added to scores, where zero is real.
-    if not ((mask >= 0).all() and (mask == 0).any()):
-        return False
-    warn(
-        f"the attention_mask of batch {number} has zeros, and what the net computes for padding "
-        "is kept and enters means like anything else: write rows=Tokens() to keep real positions "
-        "only, or leave the others out in transform=",
-        CollectWarning,
+    if mask is None or not ((mask >= 0).all() and (mask == 0).any()):
+        return ""
+    return (
+        f"the attention_mask of batch {source.number} has zeros, and what the net computes for "
+        "padding is kept and enters means like anything else: write rows=Tokens() to keep real "
+        "positions only, or leave the others out in transform="
     )
-    return True
 
 
-def _advise_positions(named: Mapping[str, Any], mask: NDArray[Any]) -> bool:
-    """Warn of padding on the left that a net counts as positions; return whether there is some."""
+def _on_positions(source: Source) -> str:
+    """Return advice if a net counts padding on the left as positions."""
+    mask = source.mask_on_host
     # Padding, and behind it something else.
-    is_left = bool(((mask[:, :1] == 0) & (mask != 0)).any())
-    if named.get(_POSITIONS) is not None or not is_left:
-        return False
-    warn(
+    is_left = mask is not None and bool(((mask[:, :1] == 0) & (mask != 0)).any())
+    if source.arguments.get(_POSITIONS) is not None or not is_left:
+        return ""
+    return (
         "a batch is padded on the left and has no position_ids, so the net counts positions from "
         "the padding on, unless it makes them from the mask itself, and its activations may not "
         "be those of the texts without padding: pad on the right, or give it position_ids, as in "
-        "(attention_mask.cumsum(-1) - 1).clamp(min=0)",
-        CollectWarning,
+        "(attention_mask.cumsum(-1) - 1).clamp(min=0)"
     )
-    return True
 
 
 def _refuse_sample(source: Source) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
+import platform
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from datetime import UTC, datetime
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.engine import Capture
 from scio_recorder.errors import CollectError
 from scio_recorder.layer import Layer, RowIdx, TensorSpec, few, text_of
 from scio_recorder.nets.selection import by_selector, selector_for
 from scio_recorder.postprocessors.assigning import Postprocessors, assign
+from scio_recorder.tensors import private
 from scio_recorder.tensors.arguments import (
     booleans,
     floating_or_none,
@@ -28,6 +32,7 @@ from scio_recorder.tensors.properties import dtype_name
 
 # A recorder imports this module for the signatures of its methods, and no more of this room.
 if TYPE_CHECKING:
+    from scio_recorder.capture.engine import Capture
     from scio_recorder.recording.rows import Rows
     from scio_recorder.reductions import Reduction
     from scio_recorder.reductions.base import Reductions
@@ -226,10 +231,9 @@ class LayerOptions:
     """
 
     def __init__(self, capture: Capture, asked: CollectOptions) -> None:
-        from scio_recorder.recording.settings import fresh
-
         program = capture.program
         self.architecture, self.recording = program.architecture, program.recording
+        self.recorded = {label: program.architecture[label] for label in program.recording}
         self.with_inputs, self.counts_calls = program.options.inputs, program.counts_calls
         self.asked = asked
         self._check()
@@ -238,7 +242,7 @@ class LayerOptions:
         self.posts = None if posts is None else assign(program.architecture, program.order, posts)
         # All are fresh: the user's reductions are patterns.
         self.reductions: dict[RowIdx, Reductions] = {
-            label: fresh(pattern)
+            label: _fresh(pattern)
             for label, pattern in self._by_layer(asked.reduce, "reduce").items()
         }
         # Calls of the network in a user's function are no part of the pass.
@@ -249,7 +253,7 @@ class LayerOptions:
             if not takes(function, 2):
                 takes_one = takes(function, 1) * ", which takes 1 argument"
                 raise CollectError(
-                    f"the transform of layer {self.architecture[label]} is {function!r}"
+                    f"the transform of layer {self.recorded[label]} is {function!r}"
                     f"{takes_one}: it must be callable, transform(activation, batch) -> Tensor "
                     "[batch, ...], such as lambda activation, batch: activation[:, 0]"
                 )
@@ -261,14 +265,14 @@ class LayerOptions:
     @property
     def keeps_padding(self) -> bool:
         """Whether positions of padding would be stored, or reduced, as all others are."""
-        return self.asked.rows is None and any(map(self._may_keep_padding, self.recording))
+        each = self.recorded.items()
+        return self.asked.rows is None and any(self._may_keep_padding(*pair) for pair in each)
 
-    def _may_keep_padding(self, label: RowIdx) -> bool:
-        from scio_recorder.recording.rows import is_shape
+    def _may_keep_padding(self, label: RowIdx, layer: Layer) -> bool:
         from scio_recorder.reductions.base import SampleReduction, several
 
-        shape = self.architecture[label].output_shape
-        has_positions = not is_shape(shape) or len(shape) > 2
+        spec = layer.output_spec
+        has_positions = not isinstance(spec, TensorSpec) or len(spec.shape) > 2
         if label in self.transforms or not has_positions:
             return False
         # Digests are of whole samples, and a reduction of the user's is given the batch.
@@ -319,7 +323,7 @@ class LayerOptions:
         labelled : tuple of int or None
             The lengths of the leading dimensions at labelling, if known.
         """
-        rows = [self.architecture[at] for at in self.recording if at not in self.transforms]
+        rows = [row for at, row in self.recorded.items() if at not in self.transforms]
         unfit = [row for row in rows if row.label == label or not _fits(row, labelled or ())]
         if len(unfit) in (1, len(self.recording)):
             return ""
@@ -358,7 +362,6 @@ class LayerOptions:
         Functions count only by whether they are given, since they can't be compared. The weights of
         the net are missing, since reading all of them takes time: see `weights_digest`.
         """
-        from scio_recorder.recording.settings import recipe_of
         from scio_recorder.reductions.base import of_each
 
         asked = self.asked
@@ -381,6 +384,7 @@ class LayerOptions:
                 for kind in ("cpu", "cuda")
                 if torch.is_autocast_enabled(kind)
             },
+            "made_with": made_with(net),
         }
 
     def _by_layer(self, option: Any, what: str) -> dict[RowIdx, Any]:
@@ -401,3 +405,122 @@ def _mode_of(net: nn.Module) -> str:
     base = "train mode" if net.training else "eval mode"
     others = [repr(name) for name, inner in net.named_modules() if inner.training != net.training]
     return f"{base}, but for {', '.join(others)}" if others else base
+
+
+def _fresh(pattern: Any) -> Reductions:
+    """Return new reductions like those that ``reduce=`` gives for a layer; refuse other values."""
+    from scio_recorder import reductions
+    from scio_recorder.reductions import Reduction
+
+    is_list = isinstance(pattern, list | tuple)
+    patterns = pattern if is_list else [pattern]
+    if patterns and all(isinstance(each, Reduction) for each in patterns):
+        each = [reduction.fresh() for reduction in patterns]
+        return each if is_list else each[0]
+    wrong = next((each for each in patterns if not isinstance(each, Reduction)), pattern)
+    shown = wrong.__name__ if isinstance(wrong, type) else repr(wrong)
+    hint = f": write {shown}()" if isinstance(wrong, type) else ""
+    if isinstance(wrong, str) and wrong.capitalize() in reductions.__all__:
+        hint = f": write reductions.{wrong.capitalize()}()"
+    raise CollectError(
+        f"reduce has {shown} where a reduction is expected{hint}; give objects such as "
+        "scio_recorder.reductions.Mean(), a list of them, or a mapping by selector"
+    )
+
+
+def recipe_of(reduction: Reduction) -> dict[str, Any]:
+    """Return the recipe of a reduction, from which opening the recording makes a new one.
+
+    Examples
+    --------
+    >>> from scio_recorder.reductions import Quantiles
+    >>> recipe_of(Quantiles([0.5]))
+    {'kind': 'Quantiles', 'by_class': False, 'q': [0.5]}
+    """
+    from scio_recorder import reductions
+
+    ours: Any = reduction
+    kind = type(reduction).__name__
+    is_ours = getattr(reductions, kind, None) is type(reduction)
+    return ours.recipe if is_ours else {"kind": kind, "custom": True}
+
+
+def made_with(net: nn.Module) -> dict[str, Any]:
+    """Return the versions that run now, and what a net is, as JSON.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+        The net whose activations are recorded.
+
+    Returns
+    -------
+    dict
+        The versions of ``scio_recorder``, ``torch``, ``python``, ``numpy`` and of the package that
+        the class of the net comes from, under the name of each; ``net``, the name of that class;
+        ``dtypes`` and ``devices`` of its parameters; ``attention``, the implementation that a net
+        of transformers has chosen; ``training``, its flag; ``time``, in UTC.
+
+    Examples
+    --------
+    >>> made = made_with(nn.Linear(2, 1))
+    >>> made["torch"] == torch.__version__, made["net"], made["dtypes"], made["devices"]
+    (True, 'torch.nn.modules.linear.Linear', ['float32'], ['cpu'])
+    """
+    kind = type(net)
+    # A class that code has made may have no module.
+    package = str(kind.__module__ or "builtins").partition(".")[0]
+    versions = {
+        "scio_recorder": _version("scio_recorder"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "numpy": _version("numpy"),
+        package: _version(package),
+    }
+    parameters = list(net.parameters())
+    facts = {
+        **versions,
+        "net": f"{kind.__module__}.{kind.__qualname__}",
+        "dtypes": sorted(map(dtype_name, {parameter.dtype for parameter in parameters})),
+        "devices": sorted({str(parameter.device) for parameter in parameters}),
+        "attention": private.attention_of(net),
+        "training": net.training,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+@cache
+def _version(package: str) -> str | None:
+    """Return the version of an imported package; None for code that has none."""
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if isinstance(version, str):
+        return str(version)
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def in_words(made: Mapping[str, Any], other: Mapping[str, Any] | None = None) -> str:
+    """Return what a recording was made with, in one line; empty if it does not know.
+
+    Parameters
+    ----------
+    made : mapping
+        From `made_with`, or from a file.
+    other : mapping, optional
+        That of another recording: only entries that differ from it are named, but for the time.
+
+    Examples
+    --------
+    >>> made = {"torch": "2.13.0", "dtypes": ["bfloat16", "float32"], "time": "now"}
+    >>> in_words(made), in_words(made, {**made, "torch": "2.12.0", "time": "then"})
+    ('torch 2.13.0, dtypes bfloat16 + float32, time now', 'torch 2.13.0')
+    """
+    texts = {
+        str(name): " + ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for name, value in made.items()
+        if other is None or (value != other.get(name) and name != "time")
+    }
+    return ", ".join(f"{name} {text}" for name, text in texts.items() if text)

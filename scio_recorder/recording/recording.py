@@ -5,26 +5,34 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from rich.filesize import decimal
 from torch import Tensor
 
+from scio_recorder import reductions as library
 from scio_recorder.display.figure import LayerSummary, draw_depth, draw_histograms
 from scio_recorder.display.outline import Listed, Listing, Outline, num_recorded, outline
 from scio_recorder.display.page import Outlined, check_page, write_page
 from scio_recorder.display.recording_page import recording_page
-from scio_recorder.errors import ArgumentError, LayerNotFoundError, RecordingError, needing
+from scio_recorder.errors import (
+    ArgumentError,
+    CollectError,
+    LayerNotFoundError,
+    RecordingError,
+    needing,
+)
 from scio_recorder.layer import RowIdx, TensorSpec, counted, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.recording.loader import BUFFER_BYTES, Arguments, RecordingLoader, rows_of
+from scio_recorder.recording.options import in_words, recipe_of
 from scio_recorder.recording.readable import Readable
-from scio_recorder.recording.settings import from_recipes, in_words, recipe_of, states_of
 from scio_recorder.recording.statistics import summarise
-from scio_recorder.reductions.base import Reductions, of_each, several
+from scio_recorder.reductions import Reduction
+from scio_recorder.reductions.base import Reductions, of_each, several, states_of
 from scio_recorder.stores import Disk, Job
 from scio_recorder.stores.disk import CHUNK_BYTES, held_by
 from scio_recorder.stores.disk_format.reader import to_ids
@@ -514,7 +522,7 @@ def opened(reader: RunReader, patterns: Mapping[RowIdx, Reductions]) -> Recordin
         for name, recipes in header.get("reductions", {}).items() if states else ():
             label = architecture.resolve(name)
             reduced = [state["reductions"][name] for state in states]
-            reductions[label] = from_recipes(recipes, reduced, name, patterns.get(label))
+            reductions[label] = _from_recipes(recipes, reduced, name, patterns.get(label))
     except (LayerNotFoundError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise RecordingError(f"{reader.path} contradicts itself: {error}") from error
     return Recording(
@@ -537,6 +545,67 @@ def _relative_errors(architecture: Architecture, states: list[Any]) -> dict[RowI
         lost, total = map(sum, zip(*sums, strict=True))
         errors[architecture.resolve(name)] = math.sqrt(lost / total) if total else 0.0
     return errors
+
+
+def _from_recipes(
+    recipes: Any, states: Sequence[Any], where: str, known: Reductions | None = None
+) -> Reductions:
+    """Return the reductions of recipes, in their saved states.
+
+    Only classes of this library are constructed, by names from a fixed list. States of several
+    processes are merged. ``given`` are the same reductions if the caller has them; they may be of
+    other classes.
+    """
+    try:
+        patterns = [_pattern(recipe, where) for recipe in several(recipes)]
+        patterns = patterns if known is None else several(known)
+        each = zip(patterns, *map(several, states), strict=True)
+        merged = [_merged(pattern, states_of_layer, where) for pattern, *states_of_layer in each]
+    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+        raise RecordingError(f"{where}: its reduction can't be restored: {error}") from error
+    return merged if isinstance(recipes, list) else merged[0]
+
+
+def _pattern(recipe: Any, where: str) -> Reduction:
+    """Return a reduction without data, or what stands for one of an unknown class."""
+    options = dict(recipe)
+    kind = options.pop("kind")
+    if options.pop("custom", False) or kind not in library.__all__:
+        return _Unreadable(
+            f"layer {where} was reduced by {kind}, which is not a reduction of this library and "
+            "can't be restored without its class: collect with resume=True and the same reductions"
+        )
+    pattern: Reduction = getattr(library, kind).from_recipe(**options)
+    return pattern
+
+
+def _merged(pattern: Reduction, states: Sequence[dict[str, Any]], where: str) -> Reduction:
+    if isinstance(pattern, _Unreadable):
+        return pattern
+    each = [pattern.fresh() for _ in states]
+    for restored, state in zip(each, states, strict=True):
+        restored.load_state_dict(state)
+    for other in each[1:]:
+        try:
+            each[0].merge(other)
+        except CollectError as error:
+            return _Unreadable(
+                f"layer {where} was reduced by {type(pattern).__name__} in {len(states)} "
+                f"processes, whose results can't be merged: {error}"
+            )
+    return each[0]
+
+
+class _Unreadable(Reduction):
+    """Stands for a user's reduction: the rest of a recording can be read without it."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def _refuse(self, *arguments: Any) -> NoReturn:
+        raise RecordingError(self._message)
+
+    update = merge = compute = reset = state_dict = load_state_dict = fresh = cast("Any", _refuse)
 
 
 def _row(recording: Recording, summary: LayerSummary) -> dict[str, Any]:

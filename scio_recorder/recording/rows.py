@@ -13,10 +13,11 @@ from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError, RecorderError, raise_of_caller
-from scio_recorder.layer import Layer, counted
+from scio_recorder.layer import Layer, TensorSpec, counted
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.properties import is_dense
 
@@ -127,7 +128,7 @@ class BatchRows:
 
         Labelling shows what dimensions mean, unless lengths were the same by chance there too.
         """
-        was, labelled, number = layer.output_shape, self.labelled, len(self.shape)
+        spec, labelled, number = layer.output_spec, self.labelled, len(self.shape)
         if number == 2 and shape[2:] == (self.shape[1],) * 2:
             return ", which looks like an attention map [batch, heads, positions, positions]"
         if shape[:number] != self.shape:
@@ -137,8 +138,9 @@ class BatchRows:
                 f", and belongs to the {self.other_half}, which has as many positions as mask=, "
                 "but different ones (record it with the mask of its half)"
             )
-        if not is_shape(was):
+        if not isinstance(spec, TensorSpec):
             return ""
+        was = spec.shape
         if labelled is not None and was[:number] != labelled:
             return f" (at labelling {was}, for {labelled}), which fits by chance"
         if not is_known and self._is_doubtful(was):
@@ -274,6 +276,16 @@ class Source:
             for name, value in self.arguments.items()
         }
         return {name: value for name, value in first.items() if isinstance(value, Tensor)}
+
+    @cached_property
+    def mask_on_host(self) -> NDArray[Any] | None:
+        """The mask [batch, positions]; that of an accelerator, which is waited for, only once."""
+        mask = self.find("attention_mask")
+        is_mask = isinstance(mask, Tensor) and is_dense(mask) and mask.ndim == 2
+        if not is_mask or mask.is_complex() or (mask.device.type != "cpu" and self.number):
+            return None
+        array: NDArray[Any] = mask.detach().cpu().double().numpy()
+        return array
 
     @cached_property
     def labelled_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import methodcaller
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError, raise_of_caller
-from scio_recorder.layer import counted
+from scio_recorder.layer import RowIdx, counted, text_of
 from scio_recorder.tensors.arithmetic import undisturbed, with_float64, without_lazy_sign
 from scio_recorder.tensors.copies import gathered
 from scio_recorder.tensors.properties import DTYPES, dtype_name, has_samples
@@ -162,6 +163,12 @@ def several(items: _T | list[_T]) -> list[_T]:
 def of_each(function: Callable[[Reduction], Any], items: Reductions) -> Any:
     """Return the result of a function of a reduction; of a list of them, a list of results."""
     return list(map(function, items)) if isinstance(items, list) else function(items)
+
+
+def states_of(reductions: Mapping[RowIdx, Reductions]) -> dict[str, Any]:
+    """Return the states of the reductions of each layer, by its label as text."""
+    each_state = methodcaller("state_dict")
+    return {text_of(label): of_each(each_state, each) for label, each in reductions.items()}
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -44,9 +44,12 @@ from scio_recorder.stores.files import (
     RunWriter,
     accessing,
     check_settings,
+    complete_ranks,
     holds_recording,
     medium_at,
     place_of,
+    refuse_repeated_ids,
+    scan,
 )
 from scio_recorder.stores.kept_inputs import Calls, pack, unpack
 from scio_recorder.stores.memory import HostBuffer
@@ -270,8 +273,16 @@ class DiskWriter(StoreWriter):
                     self._thread.submit(self._writer.finish).result()
         finally:
             self._close()
+        if self._store.is_shared and not self._store.is_part:
+            self._compare_ids()
         run = None if self._writer is None else self._writer.run
         return held_by(self._reader(run), self._architecture)
+
+    def _compare_ids(self) -> None:
+        """Refuse ids that two ranks have: the last one to end sees the samples of all."""
+        with closing(medium_at(self._path)) as medium:
+            if len(complete_ranks(medium)) == self._store.world_size:
+                refuse_repeated_ids(self._path, scan(medium))
 
     def abandon(self, state: Callable[[], State] | None) -> None:
         """Save what counts if possible, and close the folder."""

@@ -87,12 +87,8 @@ class HostBuffer(DeviceBuffer):
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned = pinned
         self._memory: _Memory | None = None
-        self._prepared = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Its capacity."""
-        return 0 if self._memory is None else len(self._memory)
+        # The capacity, and how much of it the system has provided.
+        self.num_bytes = self._prepared = 0
 
     @property
     def is_held(self) -> bool:
@@ -116,6 +112,7 @@ class HostBuffer(DeviceBuffer):
         """
         if num_bytes > self.num_bytes:
             self._grow(num_bytes)
+            self.num_bytes = num_bytes
         raw, memory = self.first(self.num_bytes), self._memory
         if self.pinned and memory is not None and not memory.registered:
             status = _driver().cudaHostRegister(raw.data_ptr(), raw.numel(), 0)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Recorder, compare, open_recording
 from scio_recorder.errors import CollectWarning, RecordingError
-from scio_recorder.recording import collection, settings
+from scio_recorder.recording import collection, options
 from scio_recorder.reductions import Digest, Mean
 from tests.recording.nets import interrupt, recorder_of
 
@@ -53,7 +53,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     made = ModuleType("madenets")
     monkeypatch.setitem(vars(made), "__version__", "4.5.6")
     monkeypatch.setitem(sys.modules, "madenets", made)
-    settings._version.cache_clear()
+    options._version.cache_clear()
     return made
 
 
@@ -106,7 +106,7 @@ def test_a_net_of_no_package_without_attention() -> None:
     recording = rnet.collect(BATCHES)
     assert recording.made_with["net"] == "torch.nn.modules.activation.ReLU"
     assert pickle.loads(pickle.dumps(recording)).made_with == recording.made_with
-    found = settings.made_with(Own())
+    found = options.made_with(Own())
     assert found["net"].startswith("__main__.")
     assert found["training"] is True
     assert {"dtypes", "devices"} <= found.keys()
@@ -125,11 +125,11 @@ def begin(rnet: Recorder, path: Path) -> None:
 def test_resuming_with_another_version_warns_and_names_both(
     name: str, package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rnet, version = recorder(), settings._version
-    monkeypatch.setattr(settings, "_version", lambda one: "9.8" if one == name else version(one))
+    rnet, version = recorder(), options._version
+    monkeypatch.setattr(options, "_version", lambda one: "9.8" if one == name else version(one))
     begin(rnet, tmp_path)
     begun = open_recording(tmp_path).made_with
-    monkeypatch.setattr(settings, "_version", version)
+    monkeypatch.setattr(options, "_version", version)
     now = {"torch": torch.__version__, "madenets": "4.5.6"}[name]
     with pytest.warns(CollectWarning) as caught:
         whole = rnet.collect(BATCHES, store=f"disk:{tmp_path}", resume=True, progress=False)
@@ -196,11 +196,11 @@ def test_it_is_shown(package: ModuleType, tmp_path: Path) -> None:
 def test_comparisons_name_what_differs(
     package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rnet, version = recorder(), settings._version
+    rnet, version = recorder(), options._version
     same = rnet.collect(BATCHES, reduce=Digest(), store=None)
-    monkeypatch.setattr(settings, "_version", lambda one: "1.0" if one == "torch" else version(one))
+    monkeypatch.setattr(options, "_version", lambda one: "1.0" if one == "torch" else version(one))
     other = rnet.collect(BATCHES)
-    monkeypatch.setattr(settings, "_version", version)
+    monkeypatch.setattr(options, "_version", version)
     assert "Made with" not in str(compare(same, rnet, BATCHES))
     difference = compare(other, same)
     assert difference.first is None

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from scio_recorder import LayerNotFoundError, Recorder, open_recording
 from scio_recorder.errors import CollectError, RecordingError
-from scio_recorder.recording.settings import states_of
 from scio_recorder.reductions import Histogram, Last, Moments, Quantiles, Reduction
+from scio_recorder.reductions.base import states_of
 from scio_recorder.stores import Disk
 from scio_recorder.stores.disk_format import writer
 from scio_recorder.testing.undisturbed import assert_same
