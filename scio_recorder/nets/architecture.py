@@ -618,7 +618,9 @@ def _encode_layer(layer: Layer) -> dict[str, Any]:
 
 
 def _encode_tree(value: Any, is_leaf: Callable[[Any], bool]) -> Any:
-    return fold(value, _encode_leaf, _encode_container, is_leaf)
+    # Most layers receive and return one tensor.
+    is_one = value is None or is_leaf(value)
+    return _encode_leaf(value) if is_one else fold(value, _encode_leaf, _encode_container, is_leaf)
 
 
 def _is_shape(value: Any) -> bool:

@@ -420,7 +420,7 @@ class CollectSink:
         }
         if weights is not None:
             self.receivers = {
-                label: partial(self._receive_with_call, label, receive)
+                label: partial(_receive_with_call, self.calls, label, receive)
                 for label, receive in self.receivers.items()
             }
 
@@ -438,13 +438,18 @@ class CollectSink:
         """Take the result of `keep_inputs` for a layer."""
         self.calls[label] = kept
 
-    def _receive_with_call(
-        self, label: RowIdx, receive: Callable[[Any], None], activation: Any
-    ) -> None:
-        """Note the digest of an output beside the call that has made it."""
-        if label in self.calls:
-            self.calls[label]["output"] = digest_of(activation)
-        receive(activation)
+
+# No method, since receivers that refer to their sink would keep columns until garbage is collected.
+def _receive_with_call(
+    calls: Mapping[RowIdx, dict[str, Any]],
+    label: RowIdx,
+    receive: Callable[[Any], None],
+    activation: Any,
+) -> None:
+    """Note the digest of an output beside the call that has made it."""
+    if label in calls:
+        calls[label]["output"] = digest_of(activation)
+    receive(activation)
 
 
 def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:

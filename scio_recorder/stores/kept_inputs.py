@@ -312,11 +312,22 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
     """
 
     def leaf(part: Any) -> JSON:
+        kind = type(part)
+        if part is None or kind in (bool, int, str):
+            return part  # type: ignore[no-any-return]  # its kind was just compared
+        if kind is float:
+            return part if math.isfinite(part) else {"float": str(part)}
         if isinstance(part, Tensor):
             return {"tensor": tensor(part)}
-        if type(part) is slice:
+        if kind is slice:
             return {"slice": [leaf(bound) for bound in (part.start, part.stop, part.step)]}
-        return _encode_plain(part)
+        if part is ...:
+            return {"ellipsis": None}
+        if kind is torch.dtype:
+            return {"dtype": dtype_name(part)}
+        if kind is torch.device:
+            return {"device": str(part)}
+        raise UnkeepableError(f"{kind.__module__}.{kind.__qualname__}")
 
     def container(whole: Any, parts: list[tuple[Any, JSON]]) -> JSON:
         kind = type(whole)
@@ -328,21 +339,6 @@ def encode(value: Any, tensor: Callable[[Tensor], int]) -> JSON:
 
     node: JSON = fold(value, leaf, container, lambda part: type(part) not in _CONTAINERS)
     return node
-
-
-def _encode_plain(value: Any) -> JSON:
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return value  # type: ignore[no-any-return]  # its kind was just compared
-    if kind is float:
-        return value if math.isfinite(value) else {"float": str(value)}
-    if value is ...:
-        return {"ellipsis": None}
-    if kind is torch.dtype:
-        return {"dtype": dtype_name(value)}
-    if kind is torch.device:
-        return {"device": str(value)}
-    raise UnkeepableError(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def decode(node: Any, tensor: Callable[[int], Tensor]) -> Any:
