@@ -180,23 +180,16 @@ def test_inputs_that_the_network_changes_are_put_back(estimate: bool) -> None:
     assert torch.equal(given[1]["input"], Y)
 
 
-class Noting(nn.Module):
-    """Writes what it gets to somewhere, for a later module to read."""
+def noting(write: Callable[[Any, Tensor], object]) -> Net:
+    """Return a module that writes what it gets to somewhere, for a later module to read."""
 
-    def __init__(self, write: Callable[[Any, Tensor], object]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.write = write
-        self.last: Any = None
-        self.notes: list[Any] = []
-        self.state: dict[str, Any] = {"inner": {}}
-        self.others: list[nn.Module] = []
-        self.generator = torch.Generator().manual_seed(0)
-        self.register_buffer("total", torch.zeros(3))
+    def forward(net: Any, x: Tensor) -> Any:
+        write(net, x)
+        return net.linear(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.write(self, x)
-        return self.linear(x)
+    places = {"last": None, "notes": [], "state": {"inner": {}}, "others": []}
+    generator, total = torch.Generator().manual_seed(0), torch.zeros(3)
+    return Net(forward, linear=nn.Linear(3, 3), generator=generator, total=total, **places)
 
 
 def swap(module: Any, x: Tensor) -> None:
@@ -228,7 +221,7 @@ def test_what_a_call_leaves_behind_is_there_for_the_next_one(kind: str) -> None:
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        first = Noting(write)
+        first = noting(write)
         last = nn.Linear(3, 3)
 
         def forward(net: Any, x: Tensor) -> Tensor:

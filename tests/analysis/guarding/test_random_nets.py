@@ -20,52 +20,41 @@ from torch.utils.checkpoint import checkpoint
 from scio_recorder import LabellingError, Recorder
 from scio_recorder.analysis.guarding.guard import Guard
 from tests.analysis.guarding.by_hand import gradient_makers
-from tests.analysis.guarding.nonfinite import INF, NAN, Residual, first_maker
+from tests.analysis.guarding.nonfinite import INF, NAN, Do, Residual, first_maker
 from tests.zoo import CASES, Case
+from tests.zoo.base import Net
 
 PER_TEST = 10
 
 
-class Root(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.abs().sqrt()
+def root() -> nn.Module:
+    return Do(lambda x: x.abs().sqrt())
 
 
-class Rectified(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * 1.0).relu_()
+def rectified() -> nn.Module:
+    return Do(lambda x: (x * 1.0).relu_())
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.inner = inner
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+def checkpointed(inner: nn.Module, use_reentrant: bool) -> nn.Module:
+    return Net(lambda net, x: checkpoint(net.inner, x, use_reentrant=use_reentrant), inner=inner)
 
 
-class Twice(nn.Module):
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first = first
-        self.second = second
-
-    def forward(self, x: Tensor) -> Any:
-        return self.second(self.first(x)) + self.first(x) * 0.5
+def twice(first: nn.Module, second: nn.Module) -> nn.Module:
+    return Net(
+        lambda net, x: net.second(net.first(x)) + net.first(x) * 0.5, first=first, second=second
+    )
 
 
 # In place on its input only among images, which no residual reads again: identities copy inputs.
 FLAT: list[Callable[[], nn.Module]] = [
     *(lambda: nn.Linear(6, 6), lambda: nn.Linear(6, 6, bias=False), lambda: nn.Linear(6, 6)),
-    *(lambda: nn.LayerNorm(6), nn.GELU, nn.ReLU, nn.Tanh, Root, Rectified, nn.Identity, nn.SiLU),
+    *(lambda: nn.LayerNorm(6), nn.GELU, nn.ReLU, nn.Tanh, root, rectified, nn.Identity, nn.SiLU),
 ]
 IMAGES: list[Callable[[], nn.Module]] = [
     *(lambda: nn.Conv2d(4, 4, 3, padding=1), lambda: nn.Conv2d(4, 4, 3, padding=1, bias=False)),
     *(lambda: nn.Conv2d(4, 4, 2, padding=2), lambda: nn.Conv2d(4, 4, 2, stride=2, padding=1)),
     *(lambda: nn.Conv2d(4, 4, 3, padding=2, dilation=2), lambda: nn.BatchNorm2d(4), nn.GELU),
-    *(lambda: nn.GroupNorm(2, 4), lambda: nn.MaxPool2d(2, 1), nn.ReLU, nn.Tanh, Root, Rectified),
+    *(lambda: nn.GroupNorm(2, 4), lambda: nn.MaxPool2d(2, 1), nn.ReLU, nn.Tanh, root, rectified),
     lambda: nn.ReLU(inplace=True),
 ]
 
@@ -83,10 +72,10 @@ def random_net(
     inner = sequential(choose, kinds, depth)
     if kinds is IMAGES:
         # Layers with other shapes than their input stay out of these.
-        return choose.choice([inner, Checkpointed(inner, choose.random() < 0.5)])
+        return choose.choice([inner, checkpointed(inner, choose.random() < 0.5)])
     second = random_net(choose, kinds, depth - 1)
-    regions = [Checkpointed(inner, use_reentrant) for use_reentrant in (True, False)]
-    return choose.choice([inner, inner, Residual(inner), Twice(inner, second), *regions])
+    regions = [checkpointed(inner, use_reentrant) for use_reentrant in (True, False)]
+    return choose.choice([inner, inner, Residual(inner), twice(inner, second), *regions])
 
 
 def plant(choose: random.Random, net: nn.Module, x: Tensor) -> None:
