@@ -158,15 +158,15 @@ def run_in_mode(
     outer, own = local.own_code, None if mode_of is None else mode_of()
     if outer is own is None:
         return call(*args, **kwargs)
-    if own is None and private.is_innermost(outer):
+    num_modes = private.num_function_modes()
+    if own is None and num_modes and private.function_mode_at(num_modes - 1) is outer:
         # What own code calls most.
-        num_left = private.num_function_modes() - 1
         try:
             local.own_code = None
             private.leave_function_mode()
             return call(*args, **kwargs)
         finally:
-            if private.num_function_modes() == num_left:
+            if private.num_function_modes() == num_modes - 1:
                 private.enter_function_mode(outer)
             else:
                 private.replace_function_mode(None, outer, 0)

@@ -138,23 +138,23 @@ def plain_version(value: Any) -> Any:
     (1, (1, (1, None)), None)
     """
     kind = type(value)
-    if kind is Tensor or kind is Parameter:
-        try:
+    try:
+        if kind is Tensor or kind is Parameter:
             return value._version
-        except RuntimeError:
-            # Of inference mode.
+        if kind is not tuple:
             return None
-    if kind is not tuple:
+        versions = []
+        for part in value:
+            version, kind = None, type(part)
+            if kind not in _CONSTANTS:
+                version = part._version if kind is Tensor else plain_version(part)
+                if version is None:
+                    return None
+            versions.append(version)
+        return tuple(versions)
+    except RuntimeError:
+        # Of inference mode.
         return None
-    versions = []
-    for part in value:
-        version = None
-        if type(part) not in _CONSTANTS:
-            version = plain_version(part)
-            if version is None:
-                return None
-        versions.append(version)
-    return tuple(versions)
 
 
 def has_place(tensor: Tensor) -> bool:

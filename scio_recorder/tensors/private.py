@@ -644,6 +644,10 @@ def set_function_modes(modes: list[Any]) -> None:
 num_function_modes: Callable[[], int] = lookup(
     "torch._C._len_torch_function_stack", "recording operations"
 )
+# Returns one of them, counted from the outermost.
+function_mode_at: Callable[[int], Any] = lookup(
+    "torch._C._get_function_stack_at", "recording operations"
+)
 # Enters a function mode inside of all others.
 enter_function_mode: Callable[[Any], None] = lookup(
     "torch._C._push_on_torch_function_stack", "recording operations"
@@ -656,8 +660,8 @@ leave_function_mode: Callable[[], Any] = lookup(
 
 def is_innermost(mode: Any) -> bool:
     """Whether no function mode of this thread is inside of one, which is active."""
-    count = torch._C._len_torch_function_stack()
-    return bool(count) and torch._C._get_function_stack_at(count - 1) is mode
+    count = num_function_modes()
+    return bool(count) and function_mode_at(count - 1) is mode
 
 
 def function_modes_above(mode: Any) -> int | None:
