@@ -32,7 +32,7 @@ def main() -> None:
     for heading in ("reduction", "batches", "beside", "ratio", "quartiles", "bar", "error"):
         table.add_column(heading)
     of_moments, of_covariances = moments_rows(rounds), covariance_rows(rounds)
-    of_values = [*histogram_rows(rounds), *quantile_rows(rounds)]
+    of_values = [*histogram_rows(rounds), *quantile_rows(rounds), *top_rows(rounds)]
     for row in [*of_moments, *of_covariances, *of_values]:
         table.add_row(*row)
     Console(width=130).print(table)
@@ -161,6 +161,31 @@ def quantile_rows(rounds: int) -> list[tuple[str, ...]]:
         error = f"{rank_error(reduced(make, batches).compute(), rows_of, q):.2%} in rank"
         label = f"Quantiles({feature_dim})"
         rows.append((label, describe(batches), "torch.sort", *ratio, "1.00", error))
+    return rows
+
+
+def top_rows(rounds: int) -> list[tuple[str, ...]]:
+    rows = []
+    for feature_dim, shape, count in [(None, (256, 1024), 8), (1, (64, 64, 16, 16), 4)]:
+        batches = [torch.randn(shape) for _ in range(count)]
+        together = torch.cat(batches)
+        rows_of = together.T if feature_dim is None else together.movedim(1, 0).flatten(1)
+        ids = torch.arange(len(together)).split(shape[0])
+
+        def run(
+            feature_dim: int | None = feature_dim,
+            batches: list[Tensor] = batches,
+            ids: tuple[Tensor, ...] = ids,
+        ) -> reductions.TopKResult:
+            reduction = reductions.TopK(10, lambda batch: batch, feature_dim)
+            for batch, batch_ids in zip(batches, ids, strict=True):
+                reduction.update(batch, batch_ids)
+            return reduction.compute()
+
+        ratio = ratios(run, lambda rows_of=rows_of: rows_of.topk(10), rounds)
+        error = f"{int((run().values != rows_of.topk(10).values).sum())} values"
+        label = f"TopK({feature_dim})"
+        rows.append((label, describe(batches), "torch.topk", *ratio, "-", error))
     return rows
 
 
