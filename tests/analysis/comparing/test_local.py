@@ -409,11 +409,21 @@ class Clamped(Positions):
         return super().forward(x).clamp(max=0.5)
 
 
-@pytest.mark.parametrize(("kind", "function"), [(Rolled, "add"), (Clamped, "mul")])
-def test_the_line_where_only_the_port_does_more(kind: type[nn.Module], function: str) -> None:
-    net = nn.Sequential(nn.Linear(6, 6), Positions())
+class Normalised(Positions):
+    def forward(self, x: Tensor) -> Tensor:
+        weights = super().forward(x)
+        weights /= weights.norm(dim=-1, keepdim=True)
+        return weights
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "function"),
+    [(Positions, Rolled, "add"), (Positions, Clamped, "mul"), (Normalised, Positions, "norm")],
+)
+def test_the_line_where_one_code_does_more(own: type, other: type, function: str) -> None:
+    net = nn.Sequential(nn.Linear(6, 6), own())
     port = copy.deepcopy(net)
-    port[1].__class__ = kind
+    port[1].__class__ = other
     [fault] = judged(net, port, torch.randn(8, 6), operations=True).faults
     assert fault.operation is not None
     assert (fault.layer.name, fault.operation.function) == ("1", function)
