@@ -206,7 +206,7 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: recorder("0/gelu"), LayerNotFoundError, "there are 'linear'"),
     # -- running and reading
     (lambda: ran().activations["0"], LayerNotFoundError, "Choose layers, as by rnet.record("),
-    (lambda: recorder("0").activations["0"], LayerNotFoundError, "run the net with rnet(x)"),
+    (lambda: recorder("0").activations["0"], LayerNotFoundError, "has not run since record(...)"),
     (
         lambda: ran("0").activations["2"],
         LayerNotFoundError,
@@ -659,3 +659,13 @@ def test_names_of_other_modules_are_no_attributes_of_the_package() -> None:
     assert not hasattr(scio_recorder, "__wrapped__")
     with pytest.raises(AttributeError):
         scio_recorder.NoSuchName  # noqa: B018  # reading it is the slip
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda: post({"clip": Clip(0.5)}), lambda: collect(reduce={"mean": reductions.Mean()})],
+)
+def test_keys_that_are_no_layers_are_not_taken_for_operations(write: Callable[[], Any]) -> None:
+    with pytest.raises(LayerNotFoundError, match=r"there are '0', '1', '2'$") as caught:
+        write()
+    assert "choose layers" in caught.value.__notes__[0]
