@@ -219,8 +219,8 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
         >>> Architecture([], {}).recording_also('"1-3"', inputs=True)
         'rnet.record(*rnet.recording, "1-3", inputs=True)'
         """
-        keywords = [f"{name}={value!r}" for name, value in {**options, **self._options}.items()]
-        return f"rnet.record({', '.join(['*rnet.recording', key, *keywords])})"
+        keywords = [f", {name}={value!r}" for name, value in {**options, **self._options}.items()]
+        return f"rnet.record(*rnet.recording, {key}{''.join(keywords)})".replace("'", '"')
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -297,7 +297,7 @@ def test_nothing_is_left_when_nothing_was_asked_for() -> None:
     rnet = recorded(Net(), attention=False)
     rnet(torch.randn(2, 5, SIZE))
     assert not rnet.attention
-    with pytest.raises(LayerNotFoundError, match=r"attention='3-1'"):
+    with pytest.raises(LayerNotFoundError, match=r'"3-1", attention="3-1"\)'):
         _ = rnet.attention["h.0.attn"]
 
 
