@@ -263,9 +263,7 @@ def table_lines(shown: Outline, console: Console, options: ConsoleOptions) -> Re
       0-1    Sequential  (1, 3)            15
       1-1    └ 0 Linear  (1, 3)            15
     """
-    from rich.segment import Segment
-    from rich.table import Table
-    from rich.text import Text
+    from scio_recorder.display.printing import Segment, Table, Text
 
     title = _line((visible(shown.title), "bold"))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -304,7 +302,7 @@ def _branch(node: Node, width: int) -> Text:
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:
-    from rich.text import Text
+    from scio_recorder.display.printing import Text
 
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
@@ -343,9 +341,7 @@ class Listing:
 
     def __rich__(self) -> Group:
         """Return the table for rich."""
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
+        from scio_recorder.display.printing import Group, Table, Text
 
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
         for place, name in enumerate(self.texts):
@@ -380,7 +376,7 @@ class Listed:
 
 def printed(shown: RenderableType, width: int) -> str:
     """Return what a console of this width prints, without colours."""
-    from rich.console import Console
+    from scio_recorder.display.printing import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
+
+from scio_recorder.display.printing import (
     BarColumn,
+    Console,
     MofNCompleteColumn,
     Progress,
     TextColumn,

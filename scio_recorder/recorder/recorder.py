@@ -547,7 +547,7 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
 
     def __str__(self) -> str:
         """Return the table, or if it does not fit the terminal, that of rich."""
-        from rich.console import Console
+        from scio_recorder.display.printing import Console
 
         text, terminal = repr(self), Console()
         is_wider = terminal.is_terminal and len(text.split("\n", 2)[1]) > terminal.width

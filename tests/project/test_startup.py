@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -39,6 +40,29 @@ def test_a_recorder_of_a_net_that_asks_for_no_value_imports_no_compiler() -> Non
         f"import torch, scio_recorder; scio_recorder.Recorder({NET}, input_size=(2, 3, 8, 8))"
     )
     assert not modules & {"torch._dynamo", "sympy", "pandas", "matplotlib", "sklearn"}
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["rnet.collect([x, x])", "rnet.collect([x], progress=True)", "str(rnet)", "rnet.check(x)"],
+)
+def test_what_is_imported_on_first_use_draws_no_random_numbers(use: str) -> None:
+    code = f"""
+import random, torch, scio_recorder
+x = torch.ones(2, 3, 8, 8)
+rnet = scio_recorder.Recorder({NET}, input_data=x, verbose=0)
+rnet.record("0")
+random.seed(0)
+{use}
+print("", *sorted({{module.split(".")[0] for module in __import__("sys").modules}}))
+print(random.random())
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    *_, modules, number = result.stdout.splitlines()
+    assert " rich " in modules
+    assert float(number) == random.Random(0).random()
 
 
 OTHERS = ("events", "postprocessors", "reductions")
