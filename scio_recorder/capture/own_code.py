@@ -82,7 +82,8 @@ class _RecordingMode(LibraryMode):
         if self._looks_around and self._code.is_unseen():
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        position, versions = self._noted.get(hook.index), None
+        noted, versions = self._noted, None
+        position = noted.get(hook.index) if noted else None
         if position is not None:
             versions = plain_version((args, tuple(kwargs.values())))
         if self._sees_inputs or (position is not None and versions is None):
