@@ -29,7 +29,7 @@ from scio_recorder.errors import (
     UnsupportedNetError,
     warn,
 )
-from scio_recorder.layer import Layer, OperationIdx, RowIdx
+from scio_recorder.layer import Layer, OperationIdx, RowIdx, few, text_of
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.attention import AttentionRecords
 from scio_recorder.nets.operations import unseen
@@ -210,9 +210,10 @@ class Capture:
                 "it. A post-processor is given what its layer returns, or with OnInput receives"
             )
         records = Records(self.architecture, what=what)
-        is_to_run = self.recording and what == "activation"
-        has_not_run = f"the net has not run since record(...): {RUN_IT}" if is_to_run else ""
-        records.why_none = self.why_none or has_not_run
+        is_asked = bool(self.recording) and (what == "activation" or bool(self.options.gradients))
+        chosen = few([text_of(label) for label in self.recording], 6)
+        has_not_run = f"the net has not run since record(...), which chose {chosen}: {RUN_IT}"
+        records.why_none = self.why_none or has_not_run * is_asked
         return records
 
     @property

@@ -191,11 +191,12 @@ class Gradients:
         )
         records = Records(architecture, entries, "gradient")
         records.streams = self._streams
-        if not self._with_grad:
-            records.why_none = (
-                "the latest pass ran without gradients: run it outside of torch.no_grad() and "
-                "torch.inference_mode(), and call loss.backward()"
-            )
+        records.why_none = (
+            "none has arrived since the latest pass: call loss.backward()"
+            if self._with_grad
+            else "the latest pass ran without gradients: run it outside of torch.no_grad() and "
+            "torch.inference_mode(), and call loss.backward()"
+        )
         reasons = dict.fromkeys(self._left_out, CallStarts.LEFT_OUT)
         reasons |= dict.fromkeys(self.overwritten, CallStarts.OVERWRITTEN)
         records.reasons = {at: why for at, why in reasons.items() if at is not None}

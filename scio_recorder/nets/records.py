@@ -172,7 +172,7 @@ class LayerMapping(Mapping["RowIdx", T], Generic[T]):
         raise caught_as(
             ArgumentError,
             TypeError(),
-            f"a {self._what} can't be replaced here: to change what a layer returns in a pass, "
+            f"the {self._what} can't be replaced here: to change what a layer returns in a pass, "
             f"write rnet(x, activation_postproc={{{key!r}: lambda output: ...}})",
         )
 

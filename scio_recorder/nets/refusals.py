@@ -32,7 +32,8 @@ _ABOUT_DTYPES = re.compile("type|not implemented for", re.IGNORECASE)
 _OF_CALL = ("activation_postproc", "dont_record")
 _OF_RECORD = ("inputs", "gradients", "copy", "offload", "calls", "attention")
 _ADVICE = {
-    "input_size": "input_size includes the batch dimension and gives float inputs; for others "
+    "input_size": "input_size includes the batch dimension, as in (1, 3, 32, 32) for an image, and "
+    "its other lengths must be those that the network takes. It gives float inputs; for others "
     "write dtypes=[torch.long], or give input_data",
     "input_data": "input_data is what forward takes: a tensor, a tuple of positional inputs or a "
     'dict of keyword inputs, such as tokenizer(texts, return_tensors="pt")',
@@ -306,9 +307,9 @@ def _advice_on_arguments(net: nn.Module, inputs: Inputs | None, cause: BaseExcep
 
 
 def cast_for(net: nn.Module | None, inputs: Inputs, error: BaseException) -> tuple[str, str] | None:
-    """Return the method that gives a network's first tensor the expected dtype, and a sentence.
+    """Return the method that gives a network's first tensor another dtype or device, and why.
 
-    The expected dtype is that of the first module with parameters of its own.
+    Those of the first module with parameters of its own are expected.
 
     Parameters
     ----------
@@ -332,15 +333,23 @@ def cast_for(net: nn.Module | None, inputs: Inputs, error: BaseException) -> tup
     ('to(torch.float32)', 'the input is float64, and the weights of the network take float32')
     """
     values = (*inputs.args, *inputs.kwargs.values())
-    received = next((value.dtype for value in values if isinstance(value, Tensor)), None)
-    if net is None or received is None or not _ABOUT_DTYPES.search(str(error)):
+    tensor = next((value for value in values if isinstance(value, Tensor)), None)
+    is_about_either = _ABOUT_DTYPES.search(str(error)) or "device" in str(error)
+    if net is None or tensor is None or not is_about_either:
         return None
+    received = tensor.dtype
     for module in net.modules():
         parameter = next(module.parameters(recurse=False), None)
         if parameter is not None:
+            device = parameter.device
+            # What is offloaded has its device later.
+            if tensor.device != device and not parameter.is_meta:
+                return f'to("{device}")', (
+                    f"the input is on {tensor.device}, and the weights of the network on {device}"
+                )
             takes_indices = isinstance(module, nn.Embedding | nn.EmbeddingBag)
             wanted = torch.int64 if takes_indices else parameter.dtype
-            if received == wanted or wanted.itemsize == 1:
+            if received == wanted or wanted.itemsize == 1 or "device" in str(error):
                 return None
             return f"to({wanted})", (
                 f"the input is {dtype_name(received)}, and the weights of the network take "
@@ -396,7 +405,8 @@ def explain_call(
         return
     layer, net = failing_layer(error, architecture), architecture[0, 1].module
     if net is not None and "unexpected keyword" in str(error):
-        error.add_note(unknown_keyword(net, kwargs))
+        names = few(_argument_names(net), _SHOWN)
+        error.add_note(unknown_keyword(net, kwargs) or f"Its forward takes {names}.")
     elif (
         kwargs and not tensors((args, kwargs)) and any(isinstance(x, list) for x in kwargs.values())
     ):

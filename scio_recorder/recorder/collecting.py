@@ -78,7 +78,10 @@ _OF_TRAINERS = "accepts_loss_kwargs"
 # Methods of TransformerLens and nnsight and other guesses, and what does their work.
 _ELSEWHERE = {
     **dict.fromkeys(("close", "clear", "reset", "stop"), "rnet.remove()"),
-    **dict.fromkeys(("labels", "layers"), "rnet.architecture"),
+    **dict.fromkeys(("reset_hooks", "remove_all_hook_fns"), "rnet.remove()"),
+    **dict.fromkeys(("labels", "layers", "get_layer"), "rnet.architecture"),
+    **dict.fromkeys(("outputs", "cache"), "rnet.activations"),
+    "hooks": "rnet.recording",
     "compare": "scio_recorder.compare(rnet, candidate, batches)",
     "open_recording": "scio_recorder.open_recording(path)",
     "run_with_cache": "rnet.record(...), then rnet(x), and read rnet.activations",

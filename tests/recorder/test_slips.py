@@ -206,7 +206,22 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: recorder("0/gelu"), LayerNotFoundError, "there are 'linear'"),
     # -- running and reading
     (lambda: ran().activations["0"], LayerNotFoundError, "Choose layers, as by rnet.record("),
-    (lambda: recorder("0").activations["0"], LayerNotFoundError, "has not run since record(...)"),
+    (lambda: recorder("0").activations["0"], LayerNotFoundError, "record(...), which chose 1-1"),
+    (lambda: recorder("0", gradients=True).gradients["0"], LayerNotFoundError, "run the net"),
+    (lambda: ran("0", gradients=True).gradients["0"], LayerNotFoundError, "call loss.backward()"),
+    (lambda: recorder("0")(X.to("meta")), RuntimeError, 'convert it, as x.to("cpu") does'),
+    (lambda: recorder("0").collect([X.to("meta")]), CollectError, 'batch: batch.to("cpu")'),
+    (
+        lambda: Recorder(net(), input_data=X.to("meta")),
+        LabellingError,
+        'convert it, as input_data=x.to("cpu") does',
+    ),
+    (lambda: Recorder(net(), input_size=(1, 8)), LabellingError, "that the network takes"),
+    (lambda: recorder("0")(X, y=X), TypeError, "Its forward takes input."),
+    (lambda: ran("0").outputs, AttributeError, "write rnet.activations"),
+    (lambda: ran("0").cache, AttributeError, "write rnet.activations"),
+    (lambda: ran("0").hooks, AttributeError, "write rnet.recording"),
+    (lambda: ran("0").reset_hooks, AttributeError, "write rnet.remove()"),
     (
         lambda: ran("0").activations["2"],
         LayerNotFoundError,
