@@ -195,9 +195,16 @@ def no_input(net: nn.Module, keywords: Sequence[str]) -> str:
     --------
     >>> no_input(nn.Bilinear(2, 2, 1), ["input1", "input2"])
     'labelling runs the net once ... write input_data={"input1": input1, "input2": input2}'
+    >>> no_input(nn.Sequential(nn.Linear(4, 2)), [])
+    'labelling runs the net once ... write input_size=(1, 4), batch dimension included, ...'
     """
+    weighted = (
+        part for part in net.modules() if next(part.parameters(recurse=False), None) is not None
+    )
+    first = next(weighted, None)
+    size = (1, first.in_features) if isinstance(first, nn.Linear) else (1, 3, 32, 32)
     advice = (
-        "write input_size=(1, 3, 32, 32), batch dimension included, or input_data= a tensor, a "
+        f"write input_size={size}, batch dimension included, or input_data= a tensor, a "
         "tuple of positional or a dict of keyword inputs"
     )
     if keywords and set(keywords) <= set(_argument_names(net)):

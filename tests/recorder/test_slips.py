@@ -155,7 +155,7 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Recorder(nn.Linear, input_size=(1, 4)), UnsupportedNetError, "write Linear(...)"),
     (lambda: Recorder(net().state_dict(), input_size=(1, 4)), UnsupportedNetError, "load weights"),
     (lambda: Recorder("gpt2", input_size=(1, 4)), UnsupportedNetError, "make the module"),
-    (lambda: Recorder(net()), MissingInputError, "write input_size=(1, 3, 32, 32)"),
+    (lambda: Recorder(net()), MissingInputError, "write input_size=(1, 4),"),
     (lambda: Recorder(net(), (1, 4)), MissingInputError, "write Recorder(net, input_size=(1, 4))"),
     (lambda: Recorder(net(), input_shape=(1, 4)), MissingInputError, "name is 'input_size'"),
     (lambda: Recorder(net(), input_data=X, static_flow=False), LabellingError, "static_flow'"),
