@@ -244,6 +244,8 @@ class LayerMapping(Mapping["RowIdx", T], Generic[T]):
             elif name == "activations":
                 example = "".join(f', such as recording["{text_of(at)}"]' for at in [*self][:1])
                 hint = f": it holds them itself, so write recording[label]{example}"
+            elif name == "gradients" and self._what == "recording":
+                hint = ": collect runs without them, so keep what rnet.on_gradients(...) gives"
             elif name in ("inputs", "attention"):
                 hint = f": write rnet.{name}, or for a pass of a block passes.{name}[-1]"
             elif hasattr(Tensor, name):

@@ -25,7 +25,6 @@ from scio_recorder.capture.watch import Block, Blocks, Passes, why_not_called
 from scio_recorder.errors import (
     ArgumentError,
     CollectError,
-    CollectWarning,
     LabellingError,
     SelectorTypeError,
     UnsupportedNetError,
@@ -338,12 +337,6 @@ class Collecting(nn.Module):
         from scio_recorder.recording.feed import Feed
 
         asked = CollectOptions(**options)
-        if self._capture.options.gradients:
-            warn(
-                "collect keeps no gradients, since it runs without them: for those, run passes of "
-                "your own, and keep what rnet.on_gradients(...) gives",
-                CollectWarning,
-            )
         share = self._share_of(batches, has_ids=asked.sample_ids is not None)
         feed = Feed(batches, asked, share=share)
         bar = progress_bar("collecting batches", feed.num_batches, is_wanted=asked.progress)

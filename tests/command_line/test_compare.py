@@ -120,7 +120,9 @@ def test_a_net_is_given_its_own_type_of_numbers(capsys: pytest.CaptureFixture[st
 def test_faults_beyond_rounding(capsys: pytest.CaptureFixture[str]) -> None:
     half = ["compare", NETS[1], "compare_nets:half", *DATA, "--local"]
     assert main(half) == 0
-    assert capsys.readouterr().out.startswith("No fault: rounding explains 5 layers.")
+    assert capsys.readouterr().out.startswith(
+        "No fault: rounding explains all that differs. Judged: 5 layers."
+    )
     assert main(["compare", NETS[1], "compare_nets:half_changed", *DATA, "--local"]) == 1
     assert capsys.readouterr().out.startswith("Fault: 1-1 (0): local error ")
     assert main(["compare", recorded("reference", "one"), *half[2:]]) == 2

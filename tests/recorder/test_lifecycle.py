@@ -349,13 +349,12 @@ def test_what_is_not_there_yet_says_how_to_get_it() -> None:
     rnet = Recorder(nn.Sequential(nn.Linear(2, 2)), input_size=(1, 2))
     rnet.record("0")
     for what, words in (
-        ("activations", ["record()", "rnet(x)"]),
+        ("activations", ["which chose 1-1", "rnet(x)"]),
         ("inputs", ["inputs=True", "rnet(x)"]),
         ("gradients", ["gradients=True", "rnet(x)", "backward()"]),
     ):
         with pytest.raises(LayerNotFoundError) as caught:
             getattr(rnet, what)["0"]
-        assert "none of any layer yet" in str(caught.value)
         assert all(word in str(caught.value) for word in words)
 
 
@@ -399,7 +398,10 @@ def test_an_input_given_by_position_is_refused_with_its_keyword(second: Any, wri
     ]
 
 
-@pytest.mark.parametrize(("device", "written"), [("gpu", '"cuda"'), ("nothing", '"cpu"')])
+@pytest.mark.parametrize(
+    ("device", "written"),
+    [("gpu", '"cuda"' if torch.cuda.is_available() else '"cpu"'), ("nothing", '"cpu"')],
+)
 def test_a_device_that_is_none_is_refused_with_one_that_is(device: str, written: str) -> None:
     with pytest.raises(LabellingError, match=written):
         Recorder(nn.ReLU(), input_size=(1, 2), device=device)

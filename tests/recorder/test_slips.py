@@ -207,6 +207,7 @@ SLIPS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     # -- running and reading
     (lambda: ran().activations["0"], LayerNotFoundError, "Choose layers, as by rnet.record("),
     (lambda: recorder("0").activations["0"], LayerNotFoundError, "record(...), which chose 1-1"),
+    (lambda: collect().gradients, AttributeError, "keep what rnet.on_gradients(...) gives"),
     (lambda: recorder("0", gradients=True).gradients["0"], LayerNotFoundError, "run the net"),
     (lambda: ran("0", gradients=True).gradients["0"], LayerNotFoundError, "call loss.backward()"),
     (lambda: recorder("0")(X.to("meta")), RuntimeError, 'convert it, as x.to("cpu") does'),
@@ -650,7 +651,6 @@ def test_a_block_that_is_never_entered_says_so(method: str) -> None:
             lambda: Recorder(AnyKeyword(), input_size=(1, 4), attention=True),
             "write rnet.record(..., attention=True)",
         ),
-        (lambda: collect(recorder("0", gradients=True)), "keep what rnet.on_gradients(...) gives"),
         (lambda: compare(collect(), collect(), [X]), "both sides are recordings: leave it out"),
     ],
 )
