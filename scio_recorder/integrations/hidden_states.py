@@ -80,11 +80,10 @@ def recording_of_hidden_states(
             if tensor.shape[:2] != real.shape:
                 raise _misfit(name, tensor, f"[samples, positions] of mask= is {[*real.shape]}")
         # Older torch takes no rows of float8.
-        bits = {
-            name: tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-            for name, tensor in tensors.items()
+        tensors = {
+            name: (x.view(torch.uint8) if x.itemsize == 1 else x)[real].view(x.dtype)
+            for name, x in tensors.items()
         }
-        tensors = {name: bits[name][real].view(tensor.dtype) for name, tensor in tensors.items()}
     counts = None if lengths is None else list(lengths)
     if counts is not None and min(counts, default=0) < 0:
         raise ArgumentError(f"lengths={counts!r}: give the number of tokens of each sample")

@@ -25,5 +25,5 @@ __all__ = [
     "Scale",
 ]
 
-for _kind in (Ablate, Add, At, Clip, GaussianNoise, Heads, Knockout, OnInput, Replace, Scale):
-    names_arguments(_kind)
+for _name in __all__:
+    names_arguments(globals()[_name])

@@ -86,8 +86,8 @@ def _refuse_mistaken(net: nn.Module, kwargs: Mapping[str, Any]) -> None:
             raise PostprocessorError(
                 f"{name}= is no argument of the network's forward: write activation_postproc="
             )
-    # Other networks refuse it themselves.
-    if takes_any_keyword(net) and (unknown := unknown_keyword(net, kwargs)):
+    # Other networks refuse it themselves. To look at a signature takes long, so it comes last.
+    if (unknown := unknown_keyword(net, kwargs)) and takes_any_keyword(net):
         warn(unknown)
 
 

@@ -553,7 +553,7 @@ def _from_recipes(
     """Return the reductions of recipes, in their saved states.
 
     Only classes of this library are constructed, by names from a fixed list. States of several
-    processes are merged. ``given`` are the same reductions if the caller has them; they may be of
+    processes are merged. ``known`` are the same reductions if the caller has them; they may be of
     other classes.
     """
     try:

@@ -46,18 +46,7 @@ __all__ = [
     "TopKResult",
 ]
 
-for _kind in (
-    Alive,
-    Covariance,
-    Digest,
-    Fold,
-    Histogram,
-    Last,
-    Max,
-    Mean,
-    Min,
-    Moments,
-    Quantiles,
-    TopK,
-):
-    names_arguments(_kind)
+for _name in __all__:
+    _kind = globals()[_name]
+    if issubclass(_kind, Reduction) and _kind is not Reduction:
+        names_arguments(_kind)

@@ -677,19 +677,19 @@ def replace_function_mode(old: Any, new: Any, num_above: int) -> None:
 
     None stands for no mode. What is left already, or entered, stays so.
     """
-    count = torch._C._len_torch_function_stack()
+    count = num_function_modes()
     if not count and new is None:
         return
-    innermost = torch._C._get_function_stack_at(count - 1) if count else None
+    innermost = function_mode_at(count - 1) if count else None
     if num_above or (innermost is new if old is None else innermost is not old):
         modes = [mode for mode in function_modes() if mode is not old and mode is not new]
         modes.insert(max(0, len(modes) - num_above), new)
         set_function_modes([mode for mode in modes if mode is not None])
         return
     if old is not None:
-        torch._C._pop_torch_function_stack()
+        leave_function_mode()
     if new is not None:
-        torch._C._push_on_torch_function_stack(new)
+        enter_function_mode(new)
 
 
 @needs("torch._C.DisableTorchFunction", "labelling")
