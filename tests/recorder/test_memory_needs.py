@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from scio_recorder import Recorder, reductions
+from scio_recorder import Recorder, compare, reductions
 from scio_recorder.analysis.guarding import finite
+from scio_recorder.nets.state import untouched
 
 LAYERS, ROWS, WIDTH = 8, 512, 128
 OUTPUT = ROWS * WIDTH * 4
@@ -92,3 +94,25 @@ def test_no_step_needs_more_than_is_said(what: str, monkeypatch: pytest.MonkeyPa
     bare = peak(lambda: net(x))
     assert bare == 2 * OUTPUT
     assert least <= peak(lambda: step(rnet, x)) - bare <= most
+
+
+def test_local_errors_take_large_weights_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(4 * WIDTH, 4 * WIDTH) for _ in range(LAYERS))).bfloat16()
+    port = copy.deepcopy(net)
+    port[3].weight.data[0] *= 2
+    x = torch.randn(4, 4 * WIDTH).bfloat16()
+    sides = [Recorder(each, input_data=x, verbose=0) for each in (net, port)]
+    found: list[Any] = []
+
+    def step() -> None:
+        found.append(compare(*sides, [x], local=True, progress=False))
+
+    of_one = 4 * (4 * WIDTH) ** 2
+    assert peak(step) > LAYERS * of_one
+    # As if the network took more than 1 GiB.
+    monkeypatch.setattr(untouched, "CLONED_BYTES", 1 << 20)
+    assert peak(step) < 5 * of_one  # with what moving one at random takes
+    whole, in_turn = ({at: vars(x) for at, x in each.local.items()} for each in found)
+    assert whole == in_turn
+    assert [fault.layer.name for fault in found[1].faults] == ["3"]

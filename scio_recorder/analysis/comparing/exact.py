@@ -6,6 +6,9 @@ A copy computes in a wider dtype than the candidate: float32 for half precisions
 float32. Its tensors are converted, and while it runs, functions that are told to return a narrower
 dtype return the wide one. The reference's tensors are rounded first to the dtype that the
 candidate's tensor of that name has, so that both copies have equal weights unless these differ.
+
+Parameters that are too large to be cloned share the memory of the network. They are converted
+whenever a function receives them, so that one at a time takes the memory.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +70,7 @@ def device_type_of(net: nn.Module) -> str:
     return next((x.device.type for x in [*net.parameters(), *net.buffers()]), "cpu")
 
 
-def convert(original: nn.Module, twin: nn.Module, new: Convert) -> None:
+def convert(original: nn.Module, twin: nn.Module, new: Convert) -> dict[int, Callable[[], Tensor]]:
     """Convert the floating-point tensors of a copy of a network.
 
     Parameters
@@ -75,14 +79,25 @@ def convert(original: nn.Module, twin: nn.Module, new: Convert) -> None:
         The network and its copy.
     new : callable
         Returns what stands for a tensor of the network, in another dtype or with other values.
+
+    Returns
+    -------
+    dict
+        What makes the others, for `ConvertingMode`: by ``id``, parameters with shared memory.
     """
     of_net = reached([original])
     tensors = (value for key, (value, _) in reached([twin]).items() if key not in of_net)
     own, others = ([*net.parameters(), *net.buffers()] for net in (twin, original))
     originals = {id(tensor): other for tensor, other in zip(own, others, strict=True)}
+    later: dict[int, Callable[[], Tensor]] = {}
     for tensor in tensors:
         if isinstance(tensor, Tensor) and _is_number(tensor):
-            tensor.data = new(originals.get(id(tensor), tensor)).detach()
+            source = originals.get(id(tensor), tensor)
+            if source is not tensor and source.data_ptr() == tensor.data_ptr():
+                later[id(tensor)] = partial(new, source)
+            else:
+                tensor.data = new(source).detach()
+    return later
 
 
 def _is_number(tensor: Tensor) -> bool:
@@ -135,13 +150,38 @@ def moved(tensor: Tensor, partner: Tensor | None, dtype: torch.dtype) -> Tensor:
     if epsilon <= torch.finfo(dtype).eps:
         return exact
     generator = torch.Generator().manual_seed(_SEED + tensor.numel())
-    shift = torch.rand(exact.shape, generator=generator, dtype=torch.float32) - 0.5
+    shift = torch.rand(exact.shape, generator=generator, dtype=torch.float32).sub_(0.5)
     if epsilon > torch.finfo(tensor.dtype).eps:
         # The reference's numbers are rounded to it for sure.
-        shift = shift.sign() / 2
-    _, exponent = torch.frexp(exact)
-    unit = torch.ldexp(torch.full_like(exact, epsilon), exponent - 1)
-    return exact + shift.to(exact.device) * unit
+        shift = shift.sign_().div_(2)
+    # In place, since weights may be large.
+    shift = shift.to(exact.device, dtype).mul_(epsilon)
+    exponent = torch.frexp(exact).exponent.sub_(1)
+    return shift.ldexp_(exponent).add_(exact)
+
+
+class ConvertingMode(TorchFunctionMode):
+    """Lets all functions receive the parameters of a copy converted.
+
+    Parameters
+    ----------
+    later : mapping
+        What makes them, by the ``id`` of each.
+    """
+
+    def __init__(self, later: Mapping[int, Callable[[], Tensor]]) -> None:
+        self._later = later
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function."""
+        return func(*map(self._new, args), **{k: self._new(x) for k, x in (kwargs or {}).items()})
+
+    def _new(self, value: Any) -> Any:
+        # Recurrent layers give a list of them.
+        if type(value) is list:
+            return [*map(self._new, value)]
+        new = self._later.get(id(value))
+        return value if new is None else new()
 
 
 class ExactMode(TorchFunctionMode):

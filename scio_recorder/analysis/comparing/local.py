@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from scio_recorder.analysis.comparing.exact import (
     HALF,
     Convert,
+    ConvertingMode,
     ExactMode,
     convert,
     device_type_of,
@@ -264,7 +265,7 @@ class LocalComparison:
         """
 
         def run(twin: nn.Module) -> tuple[_Made, Steps]:
-            convert(side.net, twin, new)
+            later = convert(side.net, twin, new)
             twins = dict(zip(side.net.modules(), twin.modules(), strict=True))
             labels = self._labels if side is self._candidate else self._own_labels
             calls = {twins[module]: of for module, of in _call_labels(side, labels).items()}
@@ -274,6 +275,9 @@ class LocalComparison:
             args, kwargs = map_tensors(partial(in_dtype, dtype=dtype), given)
             module = None if layer is None or layer.module is None else twins[layer.module]
             with contextlib.ExitStack() as stack:
+                # Outside of the other mode, which widens what it sees.
+                if later:
+                    stack.enter_context(ConvertingMode(later))
                 if dtype is self._exact:
                     stack.enter_context(ExactMode(dtype, device_type_of(twin)))
                 if layer is not None and module is not None:
@@ -427,9 +431,13 @@ def _comparable(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _no_room(side: NetworkSide, dtype: torch.dtype) -> str:
-    numbers = sum(x.numel() for x in {*side.net.parameters(), *side.net.buffers()})
+    numbers = [x.numel() for x in {*side.net.parameters(), *side.net.buffers()}]
+    needs = [
+        f"{number * dtype.itemsize / 2**30:,.2f} GiB" for number in (sum(numbers), max(numbers))
+    ]
     return (
         f"memory lacks for an exact copy of the {side.what}: local=True makes one at a time, of "
-        f"{numbers * dtype.itemsize / 2**30:,.2f} GiB in {dtype_name(dtype)}, and keeps what all "
-        "layers receive and return in a batch: give smaller batches, or compare on another device"
+        f"{needs[0]} in {dtype_name(dtype)}, or, of weights of more than 1 GiB, of one after the "
+        f"other, the largest of {needs[1]}. It keeps what all layers receive and return in a "
+        "batch: give smaller batches, or compare on another device"
     )
