@@ -6,7 +6,7 @@ import gc
 import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -28,6 +28,12 @@ torch.set_num_threads(1)
 _FILES = itertools.count()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for examples in the docstrings of the package only: tests have none."""
+    return [each for each in (yield) if type(each) is pytest.Module]
+
+
 @pytest.fixture(autouse=True)
 def _known_state() -> Iterator[None]:
     """Seeds are known before each test, and modes are those of a fresh process after it."""
@@ -41,13 +47,12 @@ def _known_state() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _few_objects_to_collect() -> Iterator[None]:
+def _few_objects_to_collect() -> None:
     """Leave what was there before out of collections, which many tests ask for, and wait for."""
     if next(_FILES) % 8 == 7:
+        gc.unfreeze()
         gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -447,7 +447,9 @@ def names_defined_in(file: Path) -> set[str]:
     return names
 
 
-OWN_NAMES = set[str]().union(*map(names_defined_in, set(FILES) - PRIVATE))
+@cache
+def own_names() -> set[str]:
+    return set[str]().union(*map(names_defined_in, set(FILES) - PRIVATE))
 
 
 def is_private(node: ast.Attribute, own: set[str]) -> bool:
@@ -456,7 +458,7 @@ def is_private(node: ast.Attribute, own: set[str]) -> bool:
 
 
 def private_names_of_others(file: Path) -> list[str]:
-    own = OWN_NAMES | DE_FACTO_PUBLIC | ATEN | OTHERS.get(file.name, set())
+    own = own_names() | DE_FACTO_PUBLIC | ATEN | OTHERS.get(file.name, set())
     attributes = [
         f"{name_of(file)}:{node.lineno}: {ast.unparse(node)}"
         for node in ast.walk(tree_of(file))
