@@ -29,13 +29,13 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from scio_recorder.tensors import private
 
@@ -125,6 +125,22 @@ def entries(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
     return [(at, hook) for at in list(hooks) if (hook := hooks.get(at)) is not None]
 
 
+def arrange(
+    hooks: OrderedDict[int, Any], *, first: Sequence[int] = (), last: Sequence[int] = ()
+) -> None:
+    """Put some hooks before all others, and some behind them.
+
+    Below its own order, an ordered dictionary is one in the order of insertion, which `move_to_end`
+    and ``prepend=True`` leave alone, and some versions of dynamo take one for the other. So all
+    hooks are put in again, by one instruction of the interpreter: other threads, which call the
+    module meanwhile, must not miss any.
+    """
+    others = [number for number in list(hooks) if number not in {*first, *last}]
+    wanted = [*first, *others, *last]
+    if list(hooks) != wanted or list(dict.keys(hooks)) != wanted:
+        hooks.update(zip(wanted, map(hooks.pop, wanted), strict=True))
+
+
 # Threads may begin and end blocks around one network at once. A recorder that is collected as
 # garbage meanwhile takes out its own.
 _CHANGING_CALLS = threading.RLock()
@@ -205,7 +221,7 @@ class CallWrapper:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stand for a call, unless it is that of a shallow copy, which shares what is set here."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             run = self._run_traced
             return self.call(*args, **kwargs) if run is None else run(self.call, args, kwargs)
         called = private.called_module()

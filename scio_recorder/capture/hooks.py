@@ -7,18 +7,18 @@ import itertools
 import sys
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.capture.around import (
     CallWrapper,
     Uncopied,
+    arrange,
     change_hooks,
     keep_out_of_copies,
     let_copy,
@@ -26,7 +26,7 @@ from scio_recorder.capture.around import (
     wrappers,
 )
 from scio_recorder.capture.keeping import NOTHING
-from scio_recorder.capture.own_code import OwnCodeHook, RecordedCode
+from scio_recorder.capture.own_code import OwnCodeHook, RecordedCode, RunningCode
 from scio_recorder.nets.operations import unseen
 from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import plain_version
@@ -38,14 +38,12 @@ if TYPE_CHECKING:
     from scio_recorder.capture.program import Program
 
 
-class ThreadState(threading.local):
+class ThreadState(RunningCode):
     """What one thread does with the hooks of a site."""
 
     active: Pass | None = None
     # The log of the active pass, if all its hooks may simply append to it.
     log: list[Any] | None = None
-    # The function mode of the own code that runs just now, if operations in it are recorded.
-    own_code: Any = None
     # True while calls of modules must be ignored: the recorder runs the network without a pass,
     # since nothing is recorded, or a post-processor or transform runs.
     is_idle = False
@@ -114,14 +112,13 @@ class ModuleHook(Uncopied):
         log = self.local.log
         if log is not None:
             try:
-                log += self.index, output, output._version
+                version = output._version if type(output) is Tensor else plain_version(output)
+            except RuntimeError:
+                # A tensor without a version counter.
+                version = None
+            if version is not None:
+                log += self.index, output, version
                 return None
-            except (AttributeError, RuntimeError):
-                # Not a tensor, or one without a version counter.
-                version = plain_version(output)
-                if version is not None:
-                    log += self.index, output, version
-                    return None
         if torch.compiler.is_dynamo_compiling():
             # Without a compiled pass of ours, this is a compiled part of the net: a value that is
             # traced once must not count as a record. Before 2.12 the compiler can't look at a pass.
@@ -256,26 +253,14 @@ class Hooks:
                 module.register_forward_hook(hook.after_traced)
         for module, hooks in self._own_code:
             # Nothing is seen of compiled code.
-            if not private.calls_compiled(module):
-                self._attach_to_own_code(module, hooks)
+            if not (private.calls_compiled(module) or self._wraps(module)):
+                code = RecordedCode(module, self._site, hooks, int(module in self._modules))
+                # What makes calls passes must stand around it.
+                run = code.run if hooks else self._site.local.run_outside
+                CallWrapper(module, run, site=self._site).put_inside()
         keep_out_of_copies(*self._all)
         self._move_behind_others()
         self.is_attached = True
-
-    def _attach_to_own_code(
-        self, module: nn.Module, functions: Sequence[Mapping[str, ModuleHook]]
-    ) -> None:
-        if not self._wraps(module):
-            # What makes calls passes must stand around it.
-            RecordedCode(self._site, functions).wrapper(module).put_inside()
-        if not any(functions):
-            return
-        after, before = private.forward_hooks(module)
-        hook = OwnCodeHook(self._site.local)
-        if not self._own(after, OwnCodeHook):
-            module.register_forward_hook(hook.pause)
-        if not self._own(before, OwnCodeHook):
-            module.register_forward_pre_hook(hook.resume)
 
     def _is_newly_compiled(self, module: nn.Module) -> bool:
         """Whether a module is compiled, and our hook is not outside of the compiled call."""
@@ -292,14 +277,11 @@ class Hooks:
         if self._counts_calls:
             return unhooked
         unhooked |= {index for index, module in enumerate(self._modules) if self._lacks(module, 0)}
-        for module, functions in self._own_code:
-            if any(functions) and self._lacks(module, 1, OwnCodeHook):
-                unhooked |= {hook.index for names in functions for hook in names.values()}
         return unhooked
 
-    def _lacks(self, module: nn.Module, which: int, kind: Any = ModuleHook) -> bool:
+    def _lacks(self, module: nn.Module, which: int) -> bool:
         hooks = private.forward_hooks(module)[which]
-        return not (self._own(hooks, kind) or private.calls_compiled(module))
+        return not (self._own(hooks) or private.calls_compiled(module))
 
     def detach(self, *, waits: bool = True) -> None:
         """Remove the hooks; a finalizer must not wait."""
@@ -351,28 +333,14 @@ class Hooks:
             after, before = private.forward_hooks(module)
             # A hook that is alone is at its place.
             if len(after) > 1:
-                _arrange(after, first=self._own(after, OwnCodeHook), last=self._own(after))
+                arrange(after, first=self._own(after, OwnCodeHook), last=self._own(after))
             if len(before) > 1:
-                _arrange(before, last=[*self._own(before), *self._own(before, OwnCodeHook)])
+                arrange(before, last=[*self._own(before), *self._own(before, OwnCodeHook)])
         self._checked_at = next_id
 
 
 def _on_functions(entries: Mapping[str, int], site: Site) -> dict[str, ModuleHook]:
     return {name: ModuleHook(entry, site) for name, entry in entries.items()}
-
-
-def _arrange(hooks: OrderedDict[int, Any], *, last: list[int], first: Sequence[int] = ()) -> None:
-    """Put some hooks before all others, and some behind them.
-
-    Below its own order, an ordered dictionary is one in the order of insertion, which `move_to_end`
-    and ``prepend=True`` leave alone, and some versions of dynamo take one for the other. So all
-    hooks are put in again, by one instruction of the interpreter: other threads, which call the
-    module meanwhile, must not miss any.
-    """
-    others = [number for number in list(hooks) if number not in {*first, *last}]
-    wanted = [*first, *others, *last]
-    if list(hooks) != wanted or list(dict.keys(hooks)) != wanted:
-        hooks.update(zip(wanted, map(hooks.pop, wanted), strict=True))
 
 
 class CallHook(NamedTuple):

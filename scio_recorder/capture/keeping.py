@@ -98,6 +98,8 @@ class Setting:
         Whether no pass has ended yet.
     counts_writes : bool
         Whether version counters have told of all writes to what calls return once more.
+    calls_compiled : bool
+        Whether own code with recorded operations calls functions that others have compiled.
     """
 
     def __init__(self, program: Program) -> None:
@@ -106,6 +108,7 @@ class Setting:
         self.kinds = [kind] * len(program.expected), [kind] * len(program.expected)
         self.input_kinds = [kind] * len(program.positions)
         self.is_new = self.counts_writes = True
+        self.calls_compiled = False
         self.fast = program.never_fast
         self.noted: dict[int, int] = {}
         self.is_fast = False

@@ -8,8 +8,9 @@ under modes that the own code has entered since. So the rest of the network pays
 its fast paths, which torch does not take under a mode. Both are done around the calls, not by
 hooks, which don't run after an interruption.
 
-Hooks of the module run inside its call, and are no own code, whoever has added them. So the mode
-begins paused: the last hook before the forward resumes it, and the first behind it leaves it.
+Hooks of the module run inside its call, and are no own code, whoever has added them. So where there
+are any, the mode begins paused: the last hook before the forward resumes it, and the first behind
+it leaves it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 
-from scio_recorder.capture.around import CallWrapper, Uncopied
+from scio_recorder.capture.around import Uncopied, arrange, change_hooks, wrappers
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.nets.operations import (
     LibraryMode,
@@ -42,6 +42,12 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import twin
 from scio_recorder.tensors.ownership import plain_version
+from scio_recorder.tensors.private import (
+    enter_function_mode,
+    function_mode_at,
+    leave_function_mode,
+    num_function_modes,
+)
 from scio_recorder.tensors.structures import flatten, tensors
 
 
@@ -56,15 +62,17 @@ class _Functions(dict[Any, Any]):
 
 
 class _RecordingMode(LibraryMode):
-    """Takes the calls of some functions while the own code of one call of a module runs."""
+    """Takes the calls of some functions by own code in one pass.
 
-    def __init__(
-        self, code: RecordedCode, hooks: _Functions, log: list[Any] | None, current: Any = None
-    ) -> None:
-        self._code = code
-        self._hooks = hooks
-        # That of the pass, if hooks may simply append to it.
-        self._log = log
+    Attributes
+    ----------
+    hooks : mapping
+        The hooks on functions of the call of a module whose own code runs.
+    """
+
+    def __init__(self, site: Any, current: Any = None) -> None:
+        self.hooks = _Functions()
+        self._site = site
         self._pass = current
         # When a region runs again, only post-processors act, perhaps on inputs.
         self._sees_inputs = current is None or current.sees_inputs
@@ -72,37 +80,63 @@ class _RecordingMode(LibraryMode):
         # The names of those that post-processors change; None if that is not known.
         self._changed = None if current is None else current.posts.operations
         # To look takes long. The first pass of a setting shows if compiled functions are called.
-        self._looks_around = code.looks_around or current is None or current.setting.is_new
+        self._looks_around = (
+            current is None
+            or current.setting.is_new
+            or current.setting.calls_compiled
+            or site.skips_transforms
+        )
+        # Whether a hook that keeps outputs may run under it: a sink's computes with them.
+        self.meets_hooks = current is not None and not current.has_sink
+        # That of the pass, if outputs need only be noted, and nothing else has to be done.
+        is_plain = not (self._looks_around or self._sees_inputs or self._noted)
+        self._log = current.log if is_plain and current.is_fast else None
 
     # Every recorded operation pays for this in every pass, and so it takes no other call.
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The compiler follows this, and nothing behind it.
-        if is_dynamo_compiling() or self.is_paused or (hook := self._hooks[func]) is None:
+        if is_dynamo_compiling() or self.is_paused or (hook := self.hooks[func]) is None:
             return func(*args, **(kwargs or {}))
-        if self._looks_around and self._code.is_unseen():
-            return func(*args, **(kwargs or {}))
-        kwargs = kwargs or {}
-        noted, versions = self._noted, None
-        position = noted.get(hook.index) if noted else None
-        if position is not None:
-            versions = plain_version((args, tuple(kwargs.values())))
-        if self._sees_inputs or (position is not None and versions is None):
-            # On the fast path, its hook would lose the inputs.
-            self._code.site.local.log = None
-            return _take_inputs(hook, func, args, kwargs, self._changed)
-        output = func(*args, **kwargs)
-        if position is not None:
-            self._pass.inputs.append((position, Inputs(args, dict(kwargs)), versions))
         log = self._log
-        if log is not None and isinstance(output, Tensor):
-            try:
+        if log is None:
+            return self._take(hook, func, args, kwargs or {})
+        output = func(*args, **(kwargs or {}))
+        try:
+            if type(output) is Tensor:
                 log += hook.index, output, output._version
                 return output
-            except (AttributeError, RuntimeError):
-                pass
+        except RuntimeError:
+            # The tensor has no version counter.
+            pass
         if returns_tensors(output):
             hook.after(None, args, output)
         return output
+
+    def _take(self, hook: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function whose inputs count, or that may not count at all."""
+        if self._looks_around and self._is_unseen():
+            return func(*args, **kwargs)
+        position = self._noted.get(hook.index)
+        versions = None if position is None else plain_version((*args, *kwargs.values()))
+        if self._sees_inputs or (position is not None and versions is None):
+            # On the fast path, its hook would lose the inputs.
+            hook.local.log = None
+            return _take_inputs(hook, func, args, kwargs, self._changed)
+        output = func(*args, **kwargs)
+        if position is not None:
+            self._pass.inputs.append((position, Inputs(args, kwargs), versions))
+        if returns_tensors(output):
+            hook.after(None, args, output)
+        return output
+
+    def _is_unseen(self) -> bool:
+        """Whether the caller is inside a function that others have compiled, or in a transform."""
+        if private.is_in_compiled_function((run_in_mode.__code__,)):
+            if self._pass is not None:
+                self._pass.setting.calls_compiled = True
+            return True
+        # Where calls are counted, a call too many shows.
+        return self._site.skips_transforms and private.transform_around() is not None
 
 
 def _take_inputs(
@@ -136,104 +170,128 @@ def _take_inputs(
     )
 
 
-class RunningCode(threading.local):
-    """The mode of the own code that runs just now, for each thread."""
-
-    own_code: Any = None
-
-
-def run_in_mode(
-    local: Any, mode_of: Callable[[], Any] | None, call: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def run_in_mode(local: Any, mode: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a module, in a mode of its own or in none of the same observer.
 
     Parameters
     ----------
     local : object
         Of each thread, with the mode of the own code that runs just now as ``own_code``.
-    mode_of : callable, optional
-        Returns the mode for a call that begins; None for none.
+    mode : ObservingMode or None
+        The mode for this call; None for none.
     call, args, kwargs
         As a `CallWrapper` gives them.
     """
-    outer, own = local.own_code, None if mode_of is None else mode_of()
-    if outer is own is None:
+    outer, num_above = local.own_code, None
+    if outer is mode is None:
         return call(*args, **kwargs)
-    num_modes = private.num_function_modes()
-    if own is None and num_modes and private.function_mode_at(num_modes - 1) is outer:
-        # What own code calls most.
-        try:
-            local.own_code = None
-            private.leave_function_mode()
-            return call(*args, **kwargs)
-        finally:
-            if private.num_function_modes() == num_modes - 1:
-                private.enter_function_mode(outer)
-            else:
-                private.replace_function_mode(None, outer, 0)
-            local.own_code = outer
-    num_above = None if outer is None else private.function_modes_above(outer)
     try:
-        local.own_code = own
-        private.replace_function_mode(outer, own, 0)
+        local.own_code = mode
+        num_above = private.replace_function_mode(outer, mode)
         return call(*args, **kwargs)
     finally:
         # Torch takes a mode away while it handles a call, as when a post-processor runs. And the
         # module may have entered or left modes for good, as `set_default_device` does.
-        private.replace_function_mode(own, None if num_above is None else outer, num_above or 0)
+        private.replace_function_mode(mode, None if num_above is None else outer, num_above or 0)
         local.own_code = outer
 
 
+class RunningCode(threading.local):
+    """The mode of the own code that runs just now, for each thread."""
+
+    own_code: Any = None
+
+    def run_outside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module outside of the mode, as `run_in_mode` does: what own code calls most."""
+        mode, count = self.own_code, num_function_modes()
+        if mode is None or not count or function_mode_at(count - 1) is not mode:
+            return run_in_mode(self, None, call, args, kwargs)
+        try:
+            self.own_code = None
+            leave_function_mode()
+            return call(*args, **kwargs)
+        finally:
+            if num_function_modes() == count - 1:
+                enter_function_mode(mode)
+            else:
+                private.replace_function_mode(None, mode)
+            self.own_code = mode
+
+
 class RecordedCode:
-    """The recorded operations in the own code of one module, or of one that such code may call.
+    """The recorded operations in the own code of one module.
 
     Parameters
     ----------
+    module : torch.nn.Module
+        The module.
     site : object
         That of the recorder's hooks.
     hooks : sequence of mapping
-        For each call, the hooks on functions of the own code, by name; empty if the module is only
-        called.
+        For each call, the hooks on functions of the own code, by name.
+    num_own : int
+        How many hooks behind the forward are the recorder's own.
     """
 
-    def __init__(self, site: Any, hooks: Sequence[Mapping[str, Any]]) -> None:
-        self.site = site
-        # Whether calls inside a transform, whose tensors die with it, are not told apart by number,
-        # or the own code has called a function that others have compiled.
-        self.looks_around: bool = site.skips_transforms
+    def __init__(
+        self, module: nn.Module, site: Any, hooks: Sequence[Mapping[str, Any]], num_own: int
+    ) -> None:
+        self._module = module
+        self._site = site
+        self._num_own = num_own
         self._hooks = [*map(_Functions, hooks)]
+        # Those of the hooks between which the own code runs, if there are other hooks.
+        self._numbers = -1, -1
 
-    def wrapper(self, module: nn.Module) -> CallWrapper:
-        """Return what stands around the calls of the module."""
-        run = partial(run_in_mode, self.site.local, self.mode if self._hooks else None)
-        return CallWrapper(module, run, site=self.site)
-
-    def mode(self) -> _RecordingMode | None:
-        """Return the mode for a call in a pass, or in one that checkpointing runs again."""
-        local = self.site.local
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the module, in the mode of the pass."""
+        local = self._site.local
         active = local.active
+        number = 0
         if active is not None:
             number = active.starts.get(self, 0)
             active.starts[self] = number + 1
+            mode = active.mode = active.mode or _RecordingMode(self._site, active)
+        else:
+            mode = self._mode_outside()
+            if mode is None:
+                return run_in_mode(local, None, call, args, kwargs)
+        before = mode.hooks, mode.is_paused
+        try:
             # A call too many shows, since functions are called again then.
-            hooks = self._hooks[min(number, len(self._hooks) - 1)]
-            return _RecordingMode(self, hooks, local.log, active)
-        if local.is_idle:
-            return None
-        if private.backward_pass() == -1:
-            for hook in filter(None, set(self._hooks[0].values())):
-                hook.note_outside()
-        elif self.site.reruns:
-            # Which call it is shows by what the first run has noted.
-            return _RecordingMode(self, self._hooks[0], None)
+            mode.hooks = self._hooks[min(number, len(self._hooks) - 1)]
+            num_hooks = private.num_forward_hooks(self._module)
+            mode.is_paused = num_hooks > (self._num_own if mode.meets_hooks else 0)
+            if mode.is_paused:
+                self._pause_hooks()
+            return run_in_mode(local, mode, call, args, kwargs)
+        finally:
+            mode.hooks, mode.is_paused = before
+
+    def _mode_outside(self) -> _RecordingMode | None:
+        """Return the mode for a call outside of any pass, which checkpointing may run again."""
+        if not self._site.local.is_idle:
+            if private.backward_pass() == -1:
+                for hook in filter(None, set(self._hooks[0].values())):
+                    hook.note_outside()
+            elif self._site.reruns:
+                # Which call it is shows by what the first run has noted.
+                return _RecordingMode(self._site)
         return None
 
-    def is_unseen(self) -> bool:
-        """Whether the caller is inside a function that others have compiled, or in a transform."""
-        if private.is_in_compiled_function((run_in_mode.__code__,)):
-            self.looks_around = True
-            return True
-        return self.site.skips_transforms and private.transform_around() is not None
+    def _pause_hooks(self) -> None:
+        """Let the mode take nothing that hooks of the module call."""
+        after, before = private.forward_hooks(self._module)
+        if not (self._numbers[0] in after and self._numbers[1] in before):
+            change_hooks(self._attach)
+
+    def _attach(self) -> None:
+        module, hook = self._module, OwnCodeHook(self._site.local)
+        # Another thread may have taken all hooks of the site away.
+        if any(wrapper.site is self._site for wrapper in wrappers(module)):
+            pause = module.register_forward_hook(hook.pause).id
+            self._numbers = pause, module.register_forward_pre_hook(hook.resume).id
+            arrange(private.forward_hooks(module)[0], first=[pause])
 
 
 class ObservingMode(LibraryMode):

@@ -123,14 +123,15 @@ def _entry(value: Any, version: Any, hold: Hold) -> Entry:
     if type(value) is KeptValue:
         return value.record(hold)
     if type(value) is Inputs:
-        parts = value.args, tuple(value.kwargs.values())
-        return Recorded([entry_of(parts, version, hold)], partial(_inputs_of, [*value.kwargs]))
+        parts = entry_of((*value.args, *value.kwargs.values()), version, hold)
+        return Recorded([parts], partial(_inputs_of, [*value.kwargs]))
     return value if type(value) is Recorded else entry_of(value, version, hold)
 
 
 def _inputs_of(names: Sequence[str], parts: Sequence[Any]) -> Inputs:
-    ((args, values),) = parts
-    return Inputs(args, dict(zip(names, values, strict=True)))
+    (values,) = parts
+    num_args = len(values) - len(names)
+    return Inputs(values[:num_args], dict(zip(names, values[num_args:], strict=True)))
 
 
 class Pass:
@@ -147,6 +148,8 @@ class Pass:
     _keeper: Keeper | None = None
     gradients: Gradients | None = None
     rerun: Rerun | None = None
+    # The function mode under which own code runs.
+    mode: Any = None
     # Whether every call so far took the fast path, which notes plain values.
     is_bare = True
 
@@ -165,7 +168,7 @@ class Pass:
         self.kinds = setting.kinds
         self.posts = posts
         self.records_outputs = records_outputs
-        self._sink = sink
+        self._sink, self.has_sink = sink, sink is not None
         if sink is not None and program.attention:
             self._sink = AttentionSink(sink.receivers, program.attention)
         # If a module may run any number of times, a sink takes all its calls at once.
@@ -305,7 +308,7 @@ class Pass:
             kept = offload(taken_apart(value))
         else:
             kept = value
-            versions = plain_version((args, tuple(kwargs.values()))) if kind == BARE else None
+            versions = plain_version((*args, *kwargs.values())) if kind == BARE else None
             if versions is None:
                 kept, _ = self._kept(taken_apart(value), kind)
         moment = LiveMoment.of(module, value) if self._sink is None and module is not None else None

@@ -52,8 +52,7 @@ class EntropyMeter:
     def observe(self, modules: Mapping[str, nn.Module]) -> None:
         """Stand around the calls of modules."""
         for name, module in modules.items():
-            run = partial(run_in_mode, self.local, partial(self._mode, name))
-            self._wrappers.append(CallWrapper(module, run))
+            self._wrappers.append(CallWrapper(module, partial(self._run, name)))
             self._wrappers[-1].put_inside()
 
     def leave(self) -> None:
@@ -62,9 +61,10 @@ class EntropyMeter:
             wrapper.remove()
         self._wrappers = []
 
-    def _mode(self, name: str) -> _Measuring | None:
-        """Return the mode for a call, unless activation checkpointing repeats it."""
-        return None if is_rerun() else _Measuring(name, self)
+    def _run(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module, in a mode unless activation checkpointing repeats the call."""
+        mode = None if is_rerun() else _Measuring(name, self)
+        return run_in_mode(self.local, mode, call, args, kwargs)
 
     def measure(self, name: str, reader: AttentionReader, *operation: Any) -> None:
         """Look at an operation of a module; training goes on if its attention can't be read."""

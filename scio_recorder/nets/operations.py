@@ -240,9 +240,7 @@ class OperationTrace(CallTrace, LibraryMode):
     def _begin(self, *call: Any) -> None:
         self._current.append(None)
         # As in a pass, what a mode around the module computes is no own code of it.
-        self._above.append(private.function_modes_above(self))
-        if self._above[-1]:
-            private.replace_function_mode(self, self, 0)
+        self._above.append(private.replace_function_mode(self, self))
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._start(module, args, kwargs)
@@ -252,8 +250,8 @@ class OperationTrace(CallTrace, LibraryMode):
 
     def _leave(self, *call: Any) -> None:
         self._current[-1] = None
-        if above := self._above.pop():
-            private.replace_function_mode(self, self, above)
+        above = self._above.pop()
+        private.replace_function_mode(self, None if above is None else self, above or 0)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         super()._end(module, args, kwargs, output)

@@ -478,6 +478,14 @@ def forward_hooks(module: nn.Module) -> tuple[OrderedDict[int, Any], OrderedDict
     return hooks  # type: ignore[no-any-return]  # ordered, which torch's own type does not say
 
 
+@needs("torch.nn.modules.module._global_forward_hooks", "recording operations")
+def num_forward_hooks(module: nn.Module) -> int:
+    """Return how many hooks run before or behind a module's forward, those on all modules too."""
+    of_all: Any = torch.nn.modules.module
+    num_on_all = len(of_all._global_forward_hooks) + len(of_all._global_forward_pre_hooks)
+    return len(module._forward_hooks) + len(module._forward_pre_hooks) + num_on_all
+
+
 @needs("torch.nn.modules.module._global_forward_hooks", "labelling")
 def hooks_on_all_modules() -> tuple[dict[int, Any], ...]:
     """Return the live dictionaries of hooks that act on calls of all modules of the process."""
@@ -664,32 +672,33 @@ def is_innermost(mode: Any) -> bool:
     return bool(count) and function_mode_at(count - 1) is mode
 
 
-def function_modes_above(mode: Any) -> int | None:
-    """Return the number of function modes of this thread inside of one; None if it is not there."""
-    if is_innermost(mode):
-        return 0
-    modes = function_modes()
-    return modes[::-1].index(mode) if mode in modes else None
-
-
-def replace_function_mode(old: Any, new: Any, num_above: int) -> None:
+def replace_function_mode(old: Any, new: Any, num_above: int = 0) -> int | None:
     """Leave one function mode of this thread, and enter another outside of a number of others.
 
     None stands for no mode. What is left already, or entered, stays so.
+
+    Returns
+    -------
+    int or None
+        The number of modes inside of the one that is left; None if it was not there.
     """
     count = num_function_modes()
-    if not count and new is None:
-        return
     innermost = function_mode_at(count - 1) if count else None
-    if num_above or (innermost is new if old is None else innermost is not old):
-        modes = [mode for mode in function_modes() if mode is not old and mode is not new]
-        modes.insert(max(0, len(modes) - num_above), new)
-        set_function_modes([mode for mode in modes if mode is not None])
-        return
-    if old is not None:
-        leave_function_mode()
-    if new is not None:
-        enter_function_mode(new)
+    is_there = bool(count) and innermost is old
+    if is_there and old is new and not num_above:
+        return 0
+    if not num_above and (is_there or not count or (old is None and innermost is not new)):
+        if is_there:
+            leave_function_mode()
+        if new is not None:
+            enter_function_mode(new)
+        return 0 if is_there else None
+    modes = function_modes()
+    before = modes[::-1].index(old) if old in modes else None
+    modes = [mode for mode in modes if mode is not old and mode is not new]
+    modes.insert(max(0, len(modes) - num_above), new)
+    set_function_modes([mode for mode in modes if mode is not None])
+    return before
 
 
 @needs("torch._C.DisableTorchFunction", "labelling")

@@ -276,15 +276,41 @@ def test_hooks_that_others_remove_are_missed_once(
     assert len(rnet.activations) == 2
 
 
-@pytest.mark.parametrize("kind", ["_forward_hooks", "_forward_pre_hooks"])
-def test_hooks_on_own_code_that_others_remove_are_missed(kind: str) -> None:
+def test_hooks_beside_own_code_that_others_remove_come_back() -> None:
+    weight = torch.linspace(-1, 1, 16).reshape(4, 4)
     net = nn.Sequential(linear(), nn.Tanh())
-    rnet = recorder(net, "0/linear", "0", calls="any")
-    getattr(net[0], kind).clear()
-    with pytest.raises(FlowError, match="others have removed"):
+    rnet = recorder(net, "0/linear", calls="any")
+    received: list[Tensor] = []
+    kinds = "_forward_hooks", "_forward_pre_hooks"
+    for removed in [(), kinds[:1], kinds[1:], kinds]:
+        for kind in removed:
+            getattr(net[0], kind).clear()
+        net[0].register_forward_pre_hook(lambda _, args: nn.functional.linear(*args, weight))
+        net[0].register_forward_hook(lambda _, args, output: nn.functional.linear(output, weight))
+        with net[0].register_forward_hook(lambda _, args, __: received.append(args[0])):
+            rnet(X)
+        (recorded,) = rnet.activations["0/linear"]
+        assert same_bits(recorded, nn.functional.linear(received[-1], net[0].weight, net[0].bias))
+
+
+def test_hooks_that_a_forward_adds_for_one_call_are_no_own_code() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        with net.linear.register_forward_hook(lambda _, args, output: seen.append(output.exp())):
+            net.linear(x)
+        return net.linear(x).exp() + seen[0]  # type: ignore[no-any-return]
+
+    class Exponential(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).exp()
+
+    torch.manual_seed(0)
+    net = Net(forward, linear=Exponential(4, 4))
+    rnet = recorder(net, "1-1/exp", "1-2/exp")
+    for _ in range(2):
         rnet(X)
-    rnet(X)
-    assert torch.equal(rnet.activations["0/linear"][0], net[0](X))
+        for name in ("1-1/exp", "1-2/exp"):
+            assert same_bits(rnet.activations[name], net.linear(X))
 
 
 def test_a_pass_that_fails_leaves_the_hooks_to_one_that_has_only_begun() -> None:

@@ -164,6 +164,20 @@ def try_remove_hook(remove: Callable[[nn.Module, int], None]) -> bool:
     return bool(module(1) == 1) and not calls
 
 
+def try_num_forward_hooks(num_hooks: Callable[[nn.Module], int]) -> bool:
+    module, counts = nn.Identity(), []
+    of_all: Any = nn.modules.module
+    with contextlib.ExitStack() as hooks:
+        for register in (
+            *(module.register_forward_hook, module.register_forward_pre_hook),
+            *(of_all.register_module_forward_hook, of_all.register_module_forward_pre_hook),
+        ):
+            counts.append(num_hooks(module))
+            hooks.enter_context(register(nothing))
+        counts.append(num_hooks(module))
+    return [count - counts[0] for count in counts] == [0, 1, 2, 3, 4]
+
+
 def try_is_saved(is_saved: Callable[[nn.Module, str], bool]) -> bool:
     module = nn.Module()
     module.register_buffer("saved", torch.ones(1))

@@ -166,7 +166,7 @@ class _TracedCalls:
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the module, and keep what it returns."""
         number, self._received = len(self.calls), tensors((args, kwargs))
-        output = run_in_mode(self._local, self._mode, call, args, kwargs)
+        output = run_in_mode(self._local, self._mode(), call, args, kwargs)
         own = self.calls[number]
         own.add(None, _RETURN, own.before((output,), {}), None)
         return output
@@ -181,10 +181,10 @@ def _run_other(local: RunningCode, call: Callable[..., Any], args: Any, kwargs: 
     """
     outer = local.own_code
     if not isinstance(outer, _TracingMode) or outer.is_paused:
-        return run_in_mode(local, ObservingMode, call, args, kwargs)
+        return run_in_mode(local, ObservingMode(), call, args, kwargs)
     with _paused(outer):
         given = outer.before(args, kwargs)
-    output = run_in_mode(local, ObservingMode, call, args, kwargs)
+    output = run_in_mode(local, ObservingMode(), call, args, kwargs)
     with _paused(outer):
         # A module makes what it writes to as well.
         outer.add(None, _CALL, given, (output, outer.written((args, kwargs))))

@@ -190,10 +190,11 @@ def _check_that_it_ran(checks: Checks, hooks: CallHooks) -> None:
 def _wrapper(module: nn.Module, checks: Checks) -> CallWrapper:
     """Return what stands around the calls of a module whose operations are examined."""
 
-    def mode() -> GuardedCode | None:
-        return None if checks.is_over else GuardedCode(module, checks.local)
+    def run(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        mode = None if checks.is_over else GuardedCode(module, checks.local)
+        return run_in_mode(checks.local, mode, call, args, kwargs)
 
-    return CallWrapper(module, partial(run_in_mode, checks.local, mode))
+    return CallWrapper(module, run)
 
 
 def _modules_of(architecture: Architecture, operations: bool) -> dict[nn.Module, str]:
