@@ -22,7 +22,9 @@ import contextlib
 import itertools
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any, Literal, TypeAlias
@@ -59,6 +61,8 @@ class PassFlags(Flags):
 
     Parameters
     ----------
+    pass_number : int, default 0
+        The number of the pass; of a backward pass, of the one that is run again in it.
     task : int, default -1
         The number of the backward pass.
 
@@ -66,11 +70,16 @@ class PassFlags(Flags):
     ----------
     thread : int
         The thread that has begun it.
+    counts : dict
+        How many calls of each module have returned.
     waiting : list of tuple
         Functions, each with what it takes beside the `Checks` and these flags. They return the
         `Origin` that is to be raised, or None.
     received : dict
         The flags of the gradients that have entered each call, once checks are done.
+    nodes_of_inputs : set
+        The nodes that made inputs of the network. If another thread made them, they may have later
+        numbers than its calls.
     end : callable
         A weak reference to what autograd calls at the end of the backward pass.
     versions : dict
@@ -79,93 +88,66 @@ class PassFlags(Flags):
 
     end: Callable[[], Any]
 
-    def __init__(self, task: int = -1) -> None:
+    def __init__(self, pass_number: int = 0, task: int = -1) -> None:
         super().__init__(may_be_mapped=task != -1)
+        self.pass_number = pass_number
         self.task = task
         self.thread = threading.get_ident()
+        self.counts = defaultdict[str, int](int)
         self.waiting: list[tuple[Any, ...]] = []
         self.received: dict[GuardedCall, list[Flag]] = {}
+        self.nodes_of_inputs: Collection[Any] = ()
         self.versions: dict[int, int] = {}
 
     def close(self) -> None:
         """Let go of all but what was read: the graph may hold these flags."""
         self.waiting.clear()
         self.received.clear()
+        self.nodes_of_inputs = ()
         self.forget()
 
 
+@dataclass(eq=False)
 class GuardedCall:
-    """One call of a module.
+    """One call of a module. The graph holds calls that have returned."""
 
-    The graph holds calls that have returned, so what would keep the network alive goes then.
-
-    Parameters
-    ----------
-    name : str
-        The qualified name of the module.
-    local : PassOfThread
-        The state of the pass.
-    around : GuardedCall or None
-        The call that contains it; None for a call of the network.
-    frame : frame or None
-        That of torch's function which runs it.
-
-    Attributes
-    ----------
-    received : sequence of Flag
-        Those of its inputs.
-    kept : KeptInputs or None
-        Its inputs and the state before it, if these are kept.
-    code : GuardedCode or None
-        The operations of its own code, if these are examined.
-    number : int or None
-        How many calls of the module returned before it in its pass; None until it returns.
-    start : int
-        The number of operations that autograd had noted when it began.
-    nodes : list
-        The nodes of the graph to which the calls inside it lead.
-    nodes_of_inputs : set
-        The nodes that made inputs of the network. If another thread made them, they may have later
-        numbers than `start`.
-    task : int
-        The last backward pass that entered the call.
-    """
-
-    received: Sequence[Flag] = ()
-    kept: KeptInputs | None = None
-    code: GuardedCode | None = None
-    number: int | None = None
-    task = -1
-
-    def __init__(
-        self, name: str, local: PassOfThread, around: GuardedCall | None, frame: FrameType
-    ) -> None:
-        self.name = name
-        self.pass_number = local.pass_number
-        self.flags = local.flags
-        self.around = around
-        self.frame: FrameType | None = frame
-        self.start = private.num_operations()
-        self.nodes: list[Any] = []
-        self.nodes_of_inputs: Collection[Any] = () if around is None else around.nodes_of_inputs
+    # The qualified name of the module.
+    name: str
+    # Those of its pass.
+    flags: PassFlags
+    # The call that contains it; None for a call of the network.
+    around: GuardedCall | None
+    # That of torch's function which runs it; None once it has returned.
+    frame: FrameType | None
+    # The number of operations that autograd had noted when it began.
+    start: int
+    # The flags of its inputs.
+    received: Sequence[Flag] = field(default=(), init=False)
+    # Its inputs and the state before it, if these are kept, until it returns.
+    kept: KeptInputs | None = field(default=None, init=False)
+    # The operations of its own code, if these are examined, until it returns.
+    code: GuardedCode | None = field(default=None, init=False)
+    # How many calls of the module returned before it in its pass; None until it returns.
+    number: int | None = field(default=None, init=False)
+    # The nodes of the graph to which the calls inside it lead, until it returns.
+    nodes: Sequence[Any] = field(default=(), init=False)
+    # The last backward pass that entered the call.
+    task: int = field(default=-1, init=False)
 
     def release(self) -> None:
-        """Let go of what the graph must not hold."""
-        self.frame, self.kept, self.code = None, None, None
-        self.nodes, self.nodes_of_inputs = [], ()
+        """Let go of what the graph must not hold, since it would keep the network alive."""
+        self.frame = self.kept = self.code = None
+        self.nodes = ()
 
 
 class PassOfThread(threading.local):
     """The state of the pass that a thread runs."""
 
     def __init__(self) -> None:
-        self.pass_number = 0
         # The calls that have not returned, the innermost last.
         self.calls: list[GuardedCall] = []
         # The mode of the own code that runs, if operations are examined.
         self.own_code: GuardedCode | None = None
-        # How many calls of each module have returned.
-        self.counts: dict[str, int] = {}
         self.flags = PassFlags()
 
 
@@ -205,6 +187,7 @@ class Checks:
     def __init__(
         self,
         architecture: Architecture,
+        weights: Sequence[nn.Parameter],
         action: Action,
         kinds: Collection[str],
         scaler: Any,
@@ -237,29 +220,26 @@ class Checks:
         self._numbers = itertools.count()
         # By the number of the backward pass.
         self._backward: dict[int, PassFlags] = {}
-        modules = [row.module for row in architecture.values() if row.module is not None]
-        self._weights = [weakref.ref(one) for one in {w for m in modules for w in m.parameters()}]
+        self._weights = weights
 
     # -- passes ------------------------------------------------------------------------------------
 
-    def begin_pass(self) -> int:
-        """Count a pass, and return its number."""
+    def begin_pass(self) -> None:
+        """Begin a pass of this thread, and tell of what was found in those that have failed."""
         _ = self.scaling.num_skipped_steps
-        number = next(self._numbers)
+        origin, number = self.late(), next(self._numbers)
         self.num_passes = number + 1
-        return number
+        self.local.flags = PassFlags(number)
+        self.tell(origin)
 
     def backward_flags(self) -> PassFlags:
         """Return the flags of the backward pass around the caller, at whose end they are read."""
         task = private.backward_pass()
         flags = self._backward.get(task)
         if flags is None:
-            flags = PassFlags(task)
+            flags = PassFlags(task=task)
             with contextlib.suppress(RuntimeError):  # without versions, in inference mode
-                known = [
-                    weight for reference in self._weights if (weight := reference()) is not None
-                ]
-                flags.versions = {id(weight): weight._version for weight in known}
+                flags.versions = {id(weight): weight._version for weight in self._weights}
             end = partial(_end_backward, weakref.ref(self), task)
             flags.end = weakref.ref(end, flags.forget)
             private.call_at_end_of_backward(end)
@@ -337,6 +317,19 @@ class Checks:
         """Note a gradient that has entered a call."""
         flags.received.setdefault(call, []).append(flag)
 
+    def check_call(
+        self,
+        flags: PassFlags,
+        call: GuardedCall,
+        returned: Sequence[Flag],
+        code: GuardedCode | None,
+    ) -> Origin | None:
+        """Check what a call has returned, with its own code if that is examined."""
+        origin = self.check(flags, call, "forward", call.received, returned, code)
+        if origin is None and call.around is None:
+            self.check_whole(flags, "forward", returned)
+        return origin
+
     def check_gradient(
         self,
         flags: PassFlags,
@@ -391,7 +384,7 @@ class Checks:
         origin = Origin(
             layer=layer,
             direction=direction,
-            pass_number=call.pass_number,
+            pass_number=call.flags.pass_number,
             **_counts(faulty, kinds, kinds_of(received), self._kinds),
             num_values=sum(flag.num_values for flag in faulty),
             parameter=_name_of(layer.module, leaf),

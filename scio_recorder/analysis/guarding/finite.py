@@ -35,36 +35,39 @@ _WITHOUT_TENSORS = (str, int, float, type(None))
 _KEPT_BYTES = 64 << 20
 # From how many elements on a CPU extrema are computed more quickly than the largest magnitude, and
 # from how many a sum comes first.
-_MANY, _MOST = 1 << 12, 1 << 15
+_SOME, _MANY = 1 << 9, 1 << 12
 
 
-class Flag:
-    """Whether a tensor is finite, which its device may still be computing.
+class Flag(weakref.ref[Tensor]):
+    """A weak reference to a tensor, with whether that is finite.
 
     Attributes
     ----------
+    version
+        The version of the tensor; -1 if it has none.
     kinds : frozenset of str
         Those of `KINDS` that were found, once the flag is read.
     num_values : int
         The number of elements; 0 if none of them can be but finite.
-    reference, version
-        What returns the tensor as long as it lives, and its version; -1 if it has none.
     kept : Tensor or None
         What keeps the values.
+    taken : callable or None
+        Returns the tensor that has taken the values of one that is gone.
     """
 
-    __slots__ = ("kept", "kinds", "num_values", "reference", "version")
+    __slots__ = ("kept", "kinds", "num_values", "taken", "version")
 
-    def __init__(self, tensor: Tensor, version: Any) -> None:
-        self.kinds = _FINITE
-        self.num_values = 0
-        self.kept: Tensor | None = None
-        self.reference: Callable[[], Tensor | None] = weakref.ref(tensor)
-        self.version = version
+    kept: Tensor | None
+    kinds: frozenset[str]
+    num_values: int
+    taken: Callable[[], Tensor | None] | None
+    version: Any
 
     def counted(self) -> NonFinite | None:
         """Count what is not finite; None if the tensor is gone or was written to."""
-        tensor = self.reference() if self.kept is None else self.kept
+        tensor = self() if self.kept is None else self.kept
+        if tensor is None and self.taken is not None:
+            tensor = self.taken()
         if tensor is None or (self.version == -1 and self.kept is None):
             return None
         return count(tensor) if self.version in (-1, version_of(tensor)) else None
@@ -124,33 +127,41 @@ def _parts_of(tensor: Tensor) -> Sequence[Tensor]:
     return (tensor.float() if tensor.itemsize == 1 else tensor,)
 
 
-def _magnitudes_of(tensor: Tensor) -> list[Tensor]:
+def _extrema_of(tensor: Tensor) -> Sequence[Tensor]:
     """Return what is finite if the values of a tensor are, as tensors of one element each.
 
     Examples
     --------
-    >>> _magnitudes_of(torch.tensor([3e38, -3e38])), _magnitudes_of(torch.tensor([1, 2]))
-    ([tensor([3.0000e+38])], [])
+    >>> _extrema_of(torch.tensor([3e38, -3e38])), _extrema_of(torch.tensor([1, 2]))
+    ((tensor([3.0000e+38]),), [])
     """
-    magnitudes: list[Tensor] = []
     # What most tensors are is asked first, since every call asks.
-    is_usual = type(tensor) is Tensor and tensor.dtype in _USUAL and tensor.layout is torch.strided
-    if is_usual and not (tensor.is_nested or tensor.is_meta):
-        parts: Sequence[Tensor] = (tensor,) if tensor.numel() and has_memory(tensor) else ()
-    else:
-        parts = _parts_of(tensor)
-    for part in parts:
-        values = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
-        if values.is_cpu and values.numel() >= _MANY:
-            values = values.detach()
-            if values.numel() < _MOST or not math.isfinite(values.sum().item()):
-                magnitudes += torch.aminmax(values, keepdim=True)
-        elif values.requires_grad:
-            with torch.no_grad():
-                magnitudes.append(torch.linalg.vector_norm(values, math.inf, keepdim=True))
-        else:
-            magnitudes.append(torch.linalg.vector_norm(values, math.inf, keepdim=True))
-    return magnitudes
+    if (
+        type(tensor) is Tensor
+        and tensor.dtype in _USUAL
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_meta)
+        and tensor.is_contiguous()
+        and 0
+        < tensor.nbytes
+        <= tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    ):
+        return _extrema(tensor)
+    return [extremum for part in _parts_of(tensor) for extremum in _extrema(part)]
+
+
+def _extrema(values: Tensor) -> Sequence[Tensor]:
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    size = values.numel()
+    if size >= _SOME and values.is_cpu:
+        values = values.detach()
+        is_finite = size >= _MANY and math.isfinite(values.sum().item())
+        return () if is_finite else torch.aminmax(values, keepdim=True)
+    if values.requires_grad:
+        with torch.no_grad():
+            return (torch.linalg.vector_norm(values, math.inf, keepdim=True),)
+    return (torch.linalg.vector_norm(values, math.inf, keepdim=True),)
 
 
 def count(tensor: Tensor) -> NonFinite:
@@ -214,47 +225,48 @@ class Flags:
 
     def of_tensor(self, tensor: Tensor, keeps: bool = False) -> Flag:
         """Return the flag of a tensor of any kind; the dimension of a ``vmap`` is its last."""
+        flag = self._known.get(id(tensor))
         try:
             version = tensor._version if type(tensor) is Tensor else version_of(tensor)
         except RuntimeError:
             # Made in inference mode.
             version = -1
-        flag = self._known.get(id(tensor))
         # What is written to is examined again, and also what would not show that it is.
-        if flag is None or not flag.version == version != -1 or flag.reference() is not tensor:
-            flag = self._known[id(tensor)] = Flag(tensor, version)
+        if flag is None or flag.version != version or version == -1 or flag() is not tensor:
+            flag = self._known[id(tensor)] = Flag(tensor)
+            flag.version, flag.kinds, flag.num_values = version, _FINITE, 0
+            flag.kept = flag.taken = None
             if self._may_be_mapped or private.transform_around() is not None:
                 tensor = private.unmapped(tensor, -1)
-            for magnitude in _magnitudes_of(tensor):
+            for extremum in _extrema_of(tensor):
                 flag.num_values = tensor.numel()
-                self._unread.append((flag, magnitude))
-        if keeps and flag.kept is None and flag.num_values and self._num_bytes_left > 0:
-            self._keep(flag, tensor)
+                self._unread.append((flag, extremum))
+        if keeps and flag.num_values and flag.kept is None and self._num_bytes_left > 0:
+            has_storage = tensor.layout is torch.strided and type(tensor) in _PLAIN
+            num_bytes = tensor.numel() * tensor.itemsize
+            if has_storage:
+                num_bytes = tensor.untyped_storage().nbytes()
+            if num_bytes <= self._num_bytes_left:
+                self._num_bytes_left -= num_bytes
+                self._kept.append(flag)
+                # Of one without a version nothing would show that it is written to.
+                flag.kept = tensor.clone() if version == -1 else tensor
         return flag
-
-    def _keep(self, flag: Flag, tensor: Tensor) -> None:
-        has_storage = type(tensor) in _PLAIN and tensor.layout is torch.strided
-        num_bytes = tensor.numel() * tensor.itemsize
-        if has_storage:
-            num_bytes = tensor.untyped_storage().nbytes()
-        if num_bytes <= self._num_bytes_left:
-            self._num_bytes_left -= num_bytes
-            self._kept.append(flag)
-            # Of one without a version nothing would show that it is written to.
-            flag.kept = tensor.clone() if flag.version == -1 else tensor
 
     def read(self) -> bool:
         """Read all flags, one transfer for each device and dtype; return if all were finite."""
         unread, self._unread = self._unread, []
         # Tensors of equal shapes are stacked by one operation.
-        alike: dict[Any, dict[int, list[tuple[Flag, Tensor]]]] = {}
+        alike: dict[Any, list[tuple[Flag, Tensor]]] = {}
         for entry in unread:
-            magnitude = entry[1]
-            group = alike.setdefault((magnitude.device, magnitude.dtype), {})
-            group.setdefault(magnitude.dim(), []).append(entry)
-        for group in alike.values():
-            flags = [flag for entries in group.values() for flag, _ in entries]
-            stacked = [torch.stack([x for _, x in entries]).view(-1) for entries in group.values()]
+            extremum = entry[1]
+            alike.setdefault((extremum.dtype, extremum.device, extremum.dim()), []).append(entry)
+        together: dict[Any, tuple[list[Flag], list[Tensor]]] = {}
+        for key, group in alike.items():
+            flags, stacked = together.setdefault(key[:2], ([], []))
+            flags += [flag for flag, _ in group]
+            stacked.append(torch.stack([extremum for _, extremum in group]).view(-1))
+        for flags, stacked in together.values():
             self._are_finite &= _note(flags, torch.cat(stacked))
         return self._are_finite
 
@@ -266,7 +278,7 @@ class Flags:
 
     def nodes(self) -> set[Any]:
         """Return the nodes of the graph that have made the tensors examined so far."""
-        known = [flag.reference() for flag in self._known.values()]
+        known = [flag() for flag in self._known.values()]
         return {tensor.grad_fn for tensor in known if tensor is not None}
 
 

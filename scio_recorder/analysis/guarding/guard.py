@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from scio_recorder import Architecture
-from scio_recorder.analysis.guarding.checks import Action, Checks, GuardedCall, PassFlags
-from scio_recorder.analysis.guarding.finite import GuardedCode, kinds_of
+from scio_recorder.analysis.guarding.checks import Action, Checks, GuardedCall, PassOfThread
+from scio_recorder.analysis.guarding.finite import Flag, GuardedCode, kinds_of
 from scio_recorder.analysis.guarding.guarded_gradients import attach
 from scio_recorder.analysis.guarding.origin import KeptInputs, Origin
 from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
-from scio_recorder.layer import counted
+from scio_recorder.layer import Layer, counted
 from scio_recorder.lowlevel import (
     CallHook,
     CallHooks,
@@ -140,13 +140,16 @@ def guarded(
     """
     options = {"keep_inputs": keep_inputs, "operations": operations, "immediate": immediate}
     booleans(ArgumentError, gradients=gradients, **options)
-    checks = Checks(architecture, action, kinds, scaler, immediate or keep_inputs)
-    modules, hooks = _modules_of(architecture, operations), CallHooks()
+    rows = list(architecture.values())
+    modules, hooks = _modules_of(rows, operations), CallHooks()
+    # The first row is the network.
+    weights = [*rows[0].module.parameters()] if rows[0].module else []
+    checks = Checks(architecture, weights, action, kinds, scaler, immediate or keep_inputs)
     # Asked in each pass, and most networks have none.
-    fused = [row for row in architecture.values() if isinstance(row.module, _FUSED)]
+    fused = [row for row in rows if isinstance(row.module, _FUSED)]
     warns = partial(warn_of_other_kernels, fused, modules, "guarded", of_functions=operations)
-    weights = WeightDigests() if keep_inputs else None
-    calls = _GuardedCalls(checks, modules, warns, weights, gradients)
+    digests = WeightDigests() if keep_inputs else None
+    calls = _GuardedCalls(checks, checks.local, warns, digests, gradients)
     wrappers = [_wrapper(one, checks) for one in modules] if operations else []
     wrappers += [CallWrapper(one, calls.run) for one, name in modules.items() if not name]
     try:
@@ -197,22 +200,20 @@ def _wrapper(module: nn.Module, checks: Checks) -> CallWrapper:
     return CallWrapper(module, run)
 
 
-def _modules_of(architecture: Architecture, operations: bool) -> dict[nn.Module, str]:
+def _modules_of(rows: Sequence[Layer], operations: bool) -> dict[nn.Module, str]:
     """Return the modules that take hooks, with their names."""
-    modules = {
-        row.module: row.name
-        for row in architecture.values()
-        if row.module is not None and takes_hooks(row.module)
-    }
+    modules = {row.module: row.name for row in rows if row.module and takes_hooks(row.module)}
     is_uncompiled = private.DYNAMO not in sys.modules or private.runs_uncompiled()
     if not is_uncompiled and any(map(private.is_compiled, modules)):
         raise UnsupportedNetError(
             "the network is compiled, in part or as a whole, and compiled code ignores hooks: "
             f"{_UNCOMPILED}"
         )
-    depth = max(name.count(".") + 2 if name else 1 for name in modules.values())
-    needed = len([*interpreter.stack()]) + depth * _FRAMES_OF_CALL[operations] + _SPARE_FRAMES
-    if needed > sys.getrecursionlimit():
+    depth = 2 + max([name.count(".") for name in modules.values()])
+    needed = depth * _FRAMES_OF_CALL[operations] + _SPARE_FRAMES
+    with contextlib.suppress(ValueError):  # there are fewer frames
+        interpreter.frame_around(max(0, sys.getrecursionlimit() - needed))
+        needed += len([*interpreter.stack()])
         raise UnsupportedNetError(
             f"modules lie {depth} deep inside each other, and a guarded call of each needs "
             f"{_FRAMES_OF_CALL[operations]} frames of Python: write sys.setrecursionlimit"
@@ -221,17 +222,16 @@ def _modules_of(architecture: Architecture, operations: bool) -> dict[nn.Module,
     return modules
 
 
-@dataclass
+@dataclass(slots=True)
 class _GuardedCalls:
     """The calls of a network's modules in one block: what the hooks of all modules share."""
 
     checks: Checks
-    # The name of each module, which its replicas share.
-    modules: dict[nn.Module, str]
+    local: PassOfThread
     # Warns if another kernel runs, and returns whether it does; None once it has warned.
     warns: Callable[[], bool] | None
     # Takes digests of parameters, if inputs are kept.
-    weights: WeightDigests | None
+    digests: WeightDigests | None
     has_gradients: bool
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -244,7 +244,7 @@ class _GuardedCalls:
                 raise
             if not isinstance(error, Exception):
                 # Nobody is told of a pass that was interrupted.
-                checks.local.flags.close()
+                self.local.flags.close()
             origin = checks.late()
             if origin is None or not isinstance(error, Exception):
                 raise
@@ -252,47 +252,49 @@ class _GuardedCalls:
 
     def _begin_pass(self) -> None:
         """Begin a pass: a call that is part of no other."""
-        checks, local = self.checks, self.checks.local
+        local = self.local
         if self.warns is not None and self.warns():
             self.warns = None
         # Checkpointing calls modules again in a backward pass, as part of a pass that was counted.
-        if private.backward_pass() != -1:
-            local.flags = checks.backward_flags()
-            return
-        refuse_transforms("guarded")
-        origin = checks.late()
-        local.flags = PassFlags()
-        local.counts.clear()
-        local.pass_number = checks.begin_pass()
-        checks.tell(origin)
+        if private.backward_pass() == -1:
+            refuse_transforms("guarded")
+            self.checks.begin_pass()
+        else:
+            flags, local.flags = local.flags, self.checks.backward_flags()
+            local.flags.pass_number, local.flags.counts = flags.pass_number, flags.counts
 
     def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Examine the inputs of a call that begins, since the module may work in place."""
-        checks = self.checks
-        local = checks.local
-        # A frame that a variable of its own held would live until garbage is collected.
-        frame = interpreter.frame_around(3)
-        around = self.innermost(frame)
+        local = self.local
+        calls, frame = local.calls, interpreter.frame_around(3)
+        try:
+            # Where the forward of a module calls another: most often, and found without a search.
+            around = calls[-1] if calls[-1].frame is interpreter.frame_around(7) else None
+        except (IndexError, ValueError):
+            around = None
+        if around is None:
+            around = self.innermost(frame)
         if around is None:
             self._begin_pass()
-        call = GuardedCall(name, local, around, frame)
-        local.calls.append(call)
-        if checks.is_over:
+        flags = local.flags
+        call = GuardedCall(name, flags, around, frame, private.num_operations())
+        calls.append(call)
+        if self.checks.is_over:
             return
-        call.received = call.flags.of((*args, *kwargs.values()) if kwargs else args)
+        call.received = flags.of((*args, *kwargs.values()) if kwargs else args)
         if around is None and self.has_gradients:
-            call.nodes_of_inputs = call.flags.nodes()
-        if self.weights is not None:
-            layer, inputs = checks.layer_of(call), Inputs(args, kwargs)
-            call.kept = KeptInputs(layer, module, inputs, self.weights)
+            flags.nodes_of_inputs = flags.nodes()
+        if self.digests is not None:
+            layer, inputs = self.checks.layer_of(call), Inputs(args, kwargs)
+            call.kept = KeptInputs(layer, module, inputs, self.digests)
+        code = local.own_code
         # Another module's code, if this is a copy that shares what stands around its call.
-        if local.own_code is not None and local.own_code.module is module:
-            call.code = local.own_code
-            call.code.is_paused = False
+        if code is not None and code.module is module:
+            call.code, code.is_paused = code, False
 
     def innermost(self, frame: FrameType | None) -> GuardedCall | None:
         """Return the innermost call around a frame, and forget those that have ended inside it."""
-        calls = self.checks.local.calls
+        calls = self.local.calls
         while calls:
             if interpreter.is_called_in(frame, calls[-1].frame):
                 return calls[-1]
@@ -300,42 +302,47 @@ class _GuardedCalls:
         return None
 
     def end(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Examine the output of a call that has returned; one that has failed has None."""
-        checks = self.checks
-        local = checks.local
+        """Examine the output of a call that has returned, or failed in a hook ahead of ours."""
+        local = self.local
+        calls, frame = local.calls, interpreter.frame_around(3)
         if local.own_code is not None:
             local.own_code.is_paused = True
-        calls, frame = local.calls, interpreter.frame_around(2)
-        frames = interpreter.frame_around(3), frame
-        if not (calls and calls[-1].frame in frames):
-            # Calls inside this one were interrupted, or a hook ahead of ours has failed, so that it
-            # never began.
-            call = self.innermost(frame)
-            if call is None or call.frame not in frames:
-                return
-        call = calls.pop()
-        call.number = local.counts.get(name, 0)
-        local.counts[name] = call.number + 1
+        call = calls[-1] if calls and calls[-1].frame is frame else self._failed_in(frame)
+        if call is None:
+            return
+        del calls[-1]
+        flags = call.flags
+        call.number = flags.counts[name]
+        flags.counts[name] += 1
         try:
-            if not checks.is_over:
-                self._examine(call, output, has_failed=call.frame is frame)
+            if not self.checks.is_over:
+                returned = flags.of((output,), keeps=True)
+                flags.waiting.append((Checks.check_call, call, returned, call.code))
+                # What a hook raises is lost if the call has failed.
+                if call.frame is frame:
+                    self._examine(call, output, returned)
         finally:
             call.release()
 
-    def _examine(self, call: GuardedCall, output: Any, *, has_failed: bool) -> None:
+    def _failed_in(self, frame: FrameType) -> GuardedCall | None:
+        """Return the call of a hook that torch's function calls itself, inside another frame.
+
+        Calls inside it may have been interrupted. None if it never began, since a hook ahead of
+        ours has failed.
+        """
+        frames = frame, interpreter.frame_around(3)
+        call = self.innermost(frames[1])
+        return call if call is not None and call.frame in frames else None
+
+    def _examine(self, call: GuardedCall, output: Any, returned: list[Flag]) -> None:
         checks, flags = self.checks, call.flags
-        returned = flags.of((output,), keeps=True)
-        flags.waiting.append((Checks.check, call, "forward", call.received, returned, call.code))
-        if call.around is None:
-            flags.waiting.append((Checks.check_whole, "forward", returned))
-        if has_failed:
-            # What a hook raises is lost now.
-            return
         if self.has_gradients and torch.is_grad_enabled():
             attach(checks, call, output)
         if call.kept is not None and not flags.read() and kinds_of(returned):
             call.kept.end(output)
-        if call.around is None and flags.task == -1:
-            checks.tell(checks.finish(flags))
-        elif checks.is_immediate:
+        if call.around is None:
+            flags.nodes_of_inputs = ()
+            if flags.task == -1:
+                checks.tell(checks.finish(flags))
+        if checks.is_immediate:
             checks.tell(checks.settle(flags))

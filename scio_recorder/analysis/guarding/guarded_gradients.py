@@ -26,7 +26,7 @@ by what it made in the first one. The nodes that made this are noted during the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -55,7 +55,7 @@ def attach(checks: Checks, call: GuardedCall, output: Any) -> None:
         Its output.
     """
     reference, own = weakref.ref(checks), list[Any]()
-    nodes_around = [] if call.around is None else call.around.nodes
+    nodes_around = [] if call.around is None else [*call.around.nodes]
     for node in call.nodes:
         (own if _owner_of(node, call) is call else nodes_around).append(node)
     for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
@@ -66,12 +66,14 @@ def attach(checks: Checks, call: GuardedCall, output: Any) -> None:
                 end.grad_fn.register_prehook(enter)
                 own.append(end.grad_fn)
     _attach_behind(reference, call, own, nodes_around)
+    if call.around is not None:
+        call.around.nodes = nodes_around
 
 
 def _owner_of(node: Any, call: GuardedCall) -> GuardedCall | None:
     """Return the call, from one outwards, of which a node is an operation; None for none."""
     place = private.place_of(node)
-    if place >= _LEAF or node in call.nodes_of_inputs:
+    if place >= _LEAF or node in call.flags.nodes_of_inputs:
         return None
     around: GuardedCall | None = call
     while around is not None and place < around.start:
@@ -144,18 +146,16 @@ def _leave(
         is_first = is_first and private.memory_of(gradient) > 0
         flag = flags.of_tensor(gradient, keeps=not is_first)
         if is_first:
-            flag.reference = partial(_taken, flag.reference, leaf, gradient.untyped_storage())
+            flag.taken = partial(_taken, leaf, gradient.untyped_storage())
         checks.wait(flags, Checks.check_gradient, call, owner, leaf, flag)
 
 
-def _taken(reference: Callable[[], Tensor | None], leaf: Any, memory: Any) -> Tensor | None:
-    """Return the first gradient of a leaf, or what autograd made of it: one with its memory.
+def _taken(leaf: Any, memory: Any) -> Tensor | None:
+    """Return what autograd made of the first gradient of a leaf: a tensor with its memory.
 
     It makes another tensor if nobody else holds the gradient. While the memory is held no other
     tensor can have the same.
     """
-    if (tensor := reference()) is not None:
-        return tensor
     gradient = leaf.variable.grad
     is_same = (
         type(gradient) is Tensor and gradient.untyped_storage().data_ptr() == memory.data_ptr()
