@@ -22,8 +22,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -56,57 +55,6 @@ _SCALED = (
 )
 
 
-class PassFlags(Flags):
-    """The flags of a pass or a backward pass, and the checks that wait for them.
-
-    Parameters
-    ----------
-    pass_number : int, default 0
-        The number of the pass; of a backward pass, of the one that is run again in it.
-    task : int, default -1
-        The number of the backward pass.
-
-    Attributes
-    ----------
-    thread : int
-        The thread that has begun it.
-    counts : dict
-        How many calls of each module have returned.
-    waiting : list of tuple
-        Functions, each with what it takes beside the `Checks` and these flags. They return the
-        `Origin` that is to be raised, or None.
-    received : dict
-        The flags of the gradients that have entered each call, once checks are done.
-    nodes_of_inputs : set
-        The nodes that made inputs of the network. If another thread made them, they may have later
-        numbers than its calls.
-    end : callable
-        A weak reference to what autograd calls at the end of the backward pass.
-    versions : dict
-        Those of the network's weights when the backward pass began, by their ``id``.
-    """
-
-    end: Callable[[], Any]
-
-    def __init__(self, pass_number: int = 0, task: int = -1) -> None:
-        super().__init__(may_be_mapped=task != -1)
-        self.pass_number = pass_number
-        self.task = task
-        self.thread = threading.get_ident()
-        self.counts = defaultdict[str, int](int)
-        self.waiting: list[tuple[Any, ...]] = []
-        self.received: dict[GuardedCall, list[Flag]] = {}
-        self.nodes_of_inputs: Collection[Any] = ()
-        self.versions: dict[int, int] = {}
-
-    def close(self) -> None:
-        """Let go of all but what was read: the graph may hold these flags."""
-        self.waiting.clear()
-        self.received.clear()
-        self.nodes_of_inputs = ()
-        self.forget()
-
-
 @dataclass(eq=False)
 class GuardedCall:
     """One call of a module. The graph holds calls that have returned."""
@@ -114,7 +62,7 @@ class GuardedCall:
     # The qualified name of the module.
     name: str
     # Those of its pass.
-    flags: PassFlags
+    flags: Flags
     # The call that contains it; None for a call of the network.
     around: GuardedCall | None
     # That of torch's function which runs it; None once it has returned.
@@ -148,7 +96,7 @@ class PassOfThread(threading.local):
         self.calls: list[GuardedCall] = []
         # The mode of the own code that runs, if operations are examined.
         self.own_code: GuardedCode | None = None
-        self.flags = PassFlags()
+        self.flags = Flags()
 
 
 class LossScaling:
@@ -219,7 +167,7 @@ class Checks:
         self._has_warned = False
         self._numbers = itertools.count()
         # By the number of the backward pass.
-        self._backward: dict[int, PassFlags] = {}
+        self._backward: dict[int, Flags] = {}
         self._weights = weights
 
     # -- passes ------------------------------------------------------------------------------------
@@ -229,15 +177,15 @@ class Checks:
         _ = self.scaling.num_skipped_steps
         origin, number = self.late(), next(self._numbers)
         self.num_passes = number + 1
-        self.local.flags = PassFlags(number)
+        self.local.flags = Flags(number)
         self.tell(origin)
 
-    def backward_flags(self) -> PassFlags:
+    def backward_flags(self) -> Flags:
         """Return the flags of the backward pass around the caller, at whose end they are read."""
         task = private.backward_pass()
         flags = self._backward.get(task)
         if flags is None:
-            flags = PassFlags(task=task)
+            flags = Flags(task=task)
             with contextlib.suppress(RuntimeError):  # without versions, in inference mode
                 flags.versions = {id(weight): weight._version for weight in self._weights}
             end = partial(_end_backward, weakref.ref(self), task)
@@ -246,7 +194,7 @@ class Checks:
             self._backward[task] = flags
         return flags
 
-    def settle(self, flags: PassFlags) -> Origin | None:
+    def settle(self, flags: Flags) -> Origin | None:
         """Read flags, and do the checks that wait; return an origin that is to be raised.
 
         As long as all is finite the checks go on to wait: later ones ask what entered their calls.
@@ -257,14 +205,14 @@ class Checks:
         origins = (check(self, flags, *rest) for check, *rest in waiting)
         return next((origin for origin in origins if origin is not None), None)
 
-    def finish(self, flags: PassFlags) -> Origin | None:
+    def finish(self, flags: Flags) -> Origin | None:
         """Settle the flags of a pass that is over."""
         try:
             return self.settle(flags)
         finally:
             flags.close()
 
-    def wait(self, flags: PassFlags, check: Any, *rest: Any) -> None:
+    def wait(self, flags: Flags, check: Any, *rest: Any) -> None:
         """Let a check wait, or do it now if the guard is immediate."""
         flags.waiting.append((check, *rest))
         if self.is_immediate:
@@ -272,16 +220,15 @@ class Checks:
 
     def late(self) -> Origin | None:
         """Return what was found in passes that errors have ended, and nobody was told of."""
-        failed = [task for task, flags in list(self._backward.items()) if flags.end() is None]
-        ended = [self._backward.pop(task) for task in failed]
-        # The last pass of this thread, if it did not come to its end.
-        if self.local.flags.task == -1 and self.local.flags.waiting:
-            ended.insert(0, self.local.flags)
         origin = None
-        for flags in ended:
-            # The device may be what has failed.
-            with contextlib.suppress(RuntimeError):
-                origin = origin or self.finish(flags)
+        # The last pass of this thread first, if it did not come to its end.
+        for flags in (self.local.flags, *self._backward.values()):
+            is_backward = flags.task in self._backward
+            if (is_backward and flags.end() is None) or (flags.task == -1 and flags.waiting):
+                self._backward.pop(flags.task, None)
+                # The device may be what has failed.
+                with contextlib.suppress(RuntimeError):
+                    origin = origin or self.finish(flags)
         return origin
 
     def end_backward(self, task: int) -> None:
@@ -313,13 +260,13 @@ class Checks:
 
     # -- checks ------------------------------------------------------------------------------------
 
-    def enter(self, flags: PassFlags, call: GuardedCall, flag: Flag) -> None:
+    def enter(self, flags: Flags, call: GuardedCall, flag: Flag) -> None:
         """Note a gradient that has entered a call."""
         flags.received.setdefault(call, []).append(flag)
 
     def check_call(
         self,
-        flags: PassFlags,
+        flags: Flags,
         call: GuardedCall,
         returned: Sequence[Flag],
         code: GuardedCode | None,
@@ -332,7 +279,7 @@ class Checks:
 
     def check_gradient(
         self,
-        flags: PassFlags,
+        flags: Flags,
         call: GuardedCall,
         owner: GuardedCall | None,
         leaf: Any,
@@ -342,7 +289,7 @@ class Checks:
 
         Parameters
         ----------
-        flags : PassFlags
+        flags : Flags
             Those of the backward pass.
         call, owner : GuardedCall
             The innermost of them, and the one that it stays in; None if it leaves all.
@@ -367,7 +314,7 @@ class Checks:
 
     def check(
         self,
-        flags: PassFlags,
+        flags: Flags,
         call: GuardedCall,
         direction: Direction,
         received: Sequence[Flag],
@@ -401,12 +348,12 @@ class Checks:
             warn(self._told(origin))
         return origin if self._action == "raise" else None
 
-    def check_whole(self, flags: PassFlags, direction: Direction, returned: Sequence[Flag]) -> None:
+    def check_whole(self, flags: Flags, direction: Direction, returned: Sequence[Flag]) -> None:
         """Count a pass in which the network passed on NaNs or infinities, and made none.
 
         Parameters
         ----------
-        flags : PassFlags
+        flags : Flags
             Those of the pass.
         direction : {"forward", "gradient"}
             Whether this is what the network returned, or the gradient of that.

@@ -15,7 +15,9 @@ not be kept. A pass that can't use its memory again and again takes twice the ti
 from __future__ import annotations
 
 import math
+import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -188,14 +190,47 @@ def _counted(values: Tensor) -> NonFinite:
 
 
 class Flags:
-    """The flags of tensors: each is made once, until the tensor is written to, and read once.
+    """The flags of a pass: each is made once, until its tensor is written to, and read once.
 
     A tensor made in inference mode has no version that shows writes, and is examined each time.
+
+    Parameters
+    ----------
+    pass_number : int, default 0
+        The number of the pass; of a backward pass, of the one that is run again in it.
+    task : int, default -1
+        The number of the backward pass; -1 if it is none.
+
+    Attributes
+    ----------
+    thread : int
+        The thread that has begun it.
+    counts : dict
+        How many calls of each module have returned.
+    waiting : list of tuple
+        The functions that wait for these flags, with what they take: see `Checks.settle`.
+    received : dict
+        The flags of the gradients that have entered each call, once checks are done.
+    nodes_of_inputs : set
+        The nodes that made inputs of the network. If another thread made them, they may have later
+        numbers than its calls.
+    end : callable
+        A weak reference to what autograd calls at the end of the backward pass.
+    versions : dict
+        Those of the network's weights when the backward pass began, by their ``id``.
     """
 
-    def __init__(self, *, may_be_mapped: bool = False) -> None:
-        # In backward passes, by a `vmap` that is no transform.
-        self._may_be_mapped = may_be_mapped
+    end: Callable[[], Any]
+
+    def __init__(self, pass_number: int = 0, task: int = -1) -> None:
+        self.pass_number = pass_number
+        self.task = task
+        self.thread = threading.get_ident()
+        self.counts = defaultdict[str, int](int)
+        self.waiting: list[tuple[Any, ...]] = []
+        self.received: dict[Any, list[Flag]] = {}
+        self.nodes_of_inputs: Collection[Any] = ()
+        self.versions: dict[int, int] = {}
         self._known: dict[int, Flag] = {}
         self._unread: list[tuple[Flag, Tensor]] = []
         self._kept: list[Flag] = []
@@ -236,7 +271,8 @@ class Flags:
             flag = self._known[id(tensor)] = Flag(tensor)
             flag.version, flag.kinds, flag.num_values = version, _FINITE, 0
             flag.kept = flag.taken = None
-            if self._may_be_mapped or private.transform_around() is not None:
+            # Backward passes are also mapped by a `vmap` that is no transform.
+            if self.task != -1 or private.transform_around() is not None:
                 tensor = private.unmapped(tensor, -1)
             for extremum in _extrema_of(tensor):
                 flag.num_values = tensor.numel()
@@ -276,10 +312,17 @@ class Flags:
             flag.kept = None
         self._kept.clear()
 
+    def close(self) -> None:
+        """Let go of all but what was read: the graph may hold these flags."""
+        self.forget()
+        self.waiting.clear()
+        self.received.clear()
+        self.nodes_of_inputs = ()
+
     def nodes(self) -> set[Any]:
         """Return the nodes of the graph that have made the tensors examined so far."""
-        known = [flag() for flag in self._known.values()]
-        return {tensor.grad_fn for tensor in known if tensor is not None}
+        known = self._known.values()
+        return {tensor.grad_fn for flag in known if (tensor := flag()) is not None}
 
 
 def _note(flags: Sequence[Flag], magnitudes: Tensor) -> bool:

@@ -142,8 +142,8 @@ def guarded(
     booleans(ArgumentError, gradients=gradients, **options)
     rows = list(architecture.values())
     modules, hooks = _modules_of(rows, operations), CallHooks()
-    # The first row is the network.
-    weights = [*rows[0].module.parameters()] if rows[0].module else []
+    network: Any = rows[0].module
+    weights = [*network.parameters()]
     checks = Checks(architecture, weights, action, kinds, scaler, immediate or keep_inputs)
     # Asked in each pass, and most networks have none.
     fused = [row for row in rows if isinstance(row.module, _FUSED)]
@@ -151,7 +151,8 @@ def guarded(
     digests = WeightDigests() if keep_inputs else None
     calls = _GuardedCalls(checks, checks.local, warns, digests, gradients)
     wrappers = [_wrapper(one, checks) for one in modules] if operations else []
-    wrappers += [CallWrapper(one, calls.run) for one, name in modules.items() if not name]
+    if network in modules:
+        wrappers.append(CallWrapper(network, calls.run))
     try:
         for wrapper in wrappers:
             wrapper.put_around()

@@ -55,9 +55,10 @@ def attach(checks: Checks, call: GuardedCall, output: Any) -> None:
         Its output.
     """
     reference, own = weakref.ref(checks), list[Any]()
-    nodes_around = [] if call.around is None else [*call.around.nodes]
+    # The nodes of the calls around it.
+    others = [] if call.around is None else [*call.around.nodes]
     for node in call.nodes:
-        (own if _owner_of(node, call) is call else nodes_around).append(node)
+        (own if _owner_of(node, call) is call else others).append(node)
     for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
         base = None if tensor.grad_fn is None else private.base_of(tensor)
         for end in (tensor,) if base is None else (tensor, base):
@@ -65,9 +66,24 @@ def attach(checks: Checks, call: GuardedCall, output: Any) -> None:
                 enter = partial(_enter, reference, call, end.output_nr, end is base)
                 end.grad_fn.register_prehook(enter)
                 own.append(end.grad_fn)
-    _attach_behind(reference, call, own, nodes_around)
+    # The list grows meanwhile.
+    for node in own:
+        if reference in node.metadata:
+            continue
+        node.metadata[reference] = True
+        exits: dict[int, _Exit] = {}
+        for edge, (target, _) in enumerate(node.next_functions):
+            owner = None if target is None else _owner_of(target, call)
+            if owner is call:
+                own.append(target)
+            elif target is not None:
+                exits[edge] = owner, target if private.place_of(target) >= _LEAF else None
+                if owner is not None and reference not in target.metadata:
+                    others.append(target)
+        if exits:
+            node.register_hook(partial(_leave, reference, call, exits))
     if call.around is not None:
-        call.around.nodes = nodes_around
+        call.around.nodes = others
 
 
 def _owner_of(node: Any, call: GuardedCall) -> GuardedCall | None:
@@ -79,28 +95,6 @@ def _owner_of(node: Any, call: GuardedCall) -> GuardedCall | None:
     while around is not None and place < around.start:
         around = around.around
     return around
-
-
-def _attach_behind(
-    checks: _Checks, call: GuardedCall, own: list[Any], nodes_around: list[Any]
-) -> None:
-    """Examine what leaves a call behind its own nodes, and note the nodes of calls around it."""
-    # The list grows meanwhile.
-    for node in own:
-        if checks in node.metadata:
-            continue
-        node.metadata[checks] = True
-        exits: dict[int, _Exit] = {}
-        for edge, (target, _) in enumerate(node.next_functions):
-            owner = None if target is None else _owner_of(target, call)
-            if owner is call:
-                own.append(target)
-            elif target is not None:
-                exits[edge] = owner, target if private.place_of(target) >= _LEAF else None
-                if owner is not None and checks not in target.metadata:
-                    nodes_around.append(target)
-        if exits:
-            node.register_hook(partial(_leave, checks, call, exits))
 
 
 def _enter(
