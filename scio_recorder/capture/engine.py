@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from scio_recorder.capture.compiled import CompiledPass, GraphMemory
 from scio_recorder.capture.gradients import GradientHooks, Gradients
 from scio_recorder.capture.hooks import RUNNING, TRACED, Hooks, RunningPass, Site
 from scio_recorder.capture.keeping import Setting, Settings
-from scio_recorder.capture.passes import Pass, StopForward
+from scio_recorder.capture.passes import Ended, Pass, StopForward
 from scio_recorder.capture.program import Program, RecordOptions, Sink
 from scio_recorder.capture.watch import Blocks
 from scio_recorder.errors import (
@@ -58,12 +58,13 @@ class CallStates(NamedTuple):
     posts: Mapping[RowIdx, Postprocessor]
 
 
+_NOTHING = Ended(*[cast("Any", {})] * 3)
+
+
 class _Latest(threading.local):
     """The latest pass of each thread."""
 
-    activations: Records | None = None
-    inputs: Records | None = None
-    attention: AttentionRecords | None = None
+    ended: Ended = _NOTHING
     gradients: Gradients | None = None
     state = CallStates({}, {})
 
@@ -177,31 +178,28 @@ class Capture:
             # For the next pass, if a hook acted behind ours in this one.
             self.prepare_compiled()
             return self._compiled.records()
-        return self._latest.activations or self._none_yet()
+        return self._latest.ended.activations or self._none_yet()
 
     @property
     def inputs(self) -> Records:
         """The inputs of the latest pass that this thread has run."""
         self._refuse_compiled("inputs")
-        return self._latest.inputs or self._none_yet("input")
+        return self._latest.ended.inputs or self._none_yet("input")
 
     @property
     def attention(self) -> AttentionRecords:
         """The attention of layers in the latest pass that this thread has run."""
         self._refuse_compiled("attention")
-        if self._latest.attention is None:
-            self._none_yet("attention")
-        return self._latest.attention or AttentionRecords(self.architecture)
+        return self._latest.ended.attention or self._none_yet("attention", AttentionRecords)
 
     @property
     def gradients(self) -> Records:
         """The gradients that the latest backward pass through the latest pass has brought."""
         self._refuse_compiled("gradients")
-        if self._latest.gradients is None:
-            return self._none_yet("gradient")
-        return self._latest.gradients.records(self.architecture)
+        gradients, architecture = self._latest.gradients, self.architecture
+        return gradients.records(architecture) if gradients else self._none_yet("gradient")
 
-    def _none_yet(self, what: str = "activation") -> Records:
+    def _none_yet(self, what: str = "activation", kind: Any = Records) -> Any:
         """Return no records: there are none before the first pass, nor of one that still runs."""
         thread = threading.get_ident()
         if any(run.site is self.site and run.thread == thread for run in [*RUNNING.values()]):
@@ -209,7 +207,7 @@ class Capture:
                 f"the pass is still running, and leaves no {what} before it ends: read them after "
                 "it. A post-processor is given what its layer returns, or with OnInput receives"
             )
-        records = Records(self.architecture, what=what)
+        records = kind(self.architecture, what=what)
         is_asked = bool(self.recording) and (what == "activation" or bool(self.options.gradients))
         chosen = few([text_of(label) for label in self.recording], 6)
         has_not_run = f"the net has not run since record(...), which chose {chosen}: {RUN_IT}"
@@ -370,21 +368,13 @@ class Capture:
         unhooked = hooks.removed_by_others() if is_hidden else ()
         ended = current.finish(unhooked)
         if ended is not None and current.records_outputs:
-            activations, inputs, attention = ended
             latest = self._latest
-            latest.activations, latest.inputs, latest.attention = activations, inputs, attention
-            if self.options.copy == "auto":
-                for records in (activations, inputs, attention):
-                    if records is not None:
-                        records.copy_from_now_on = current.setting.copy
-            latest.gradients = current.gradients
+            latest.ended, latest.gradients = ended, current.gradients
             latest.state = CallStates(current.moments, current.posts.functions)
             for block in self.blocks.here() if self.blocks.open else ():
                 # Another thread may leave the block.
                 if (passes := block.passes) is not None:
-                    own_inputs = inputs or Records(self.architecture, what="input")
-                    own_attention = attention or AttentionRecords(self.architecture)
-                    passes.add(activations, own_inputs, own_attention)
+                    passes.add(ended)
 
     def _expect_rerun(self, current: Pass) -> None:
         if self.options.gradients:

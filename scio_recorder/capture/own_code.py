@@ -352,8 +352,7 @@ class OwnCodeHook(Uncopied):
         if own is not None and not torch.compiler.is_dynamo_compiling():
             own.is_paused = True
             # Hooks ask tensors for their versions, which a mode that is paused would see.
-            if private.is_innermost(own):
-                private.leave_function_mode()
+            private.replace_function_mode(own, None)
 
 
 # -- operations that write to their own argument ---------------------------------------------------

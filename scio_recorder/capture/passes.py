@@ -62,8 +62,8 @@ class Ended(NamedTuple):
     """What a pass leaves."""
 
     activations: Records
-    inputs: Records | None = None
-    attention: AttentionRecords | None = None
+    inputs: Records
+    attention: AttentionRecords
 
 
 class KeptCalls:
@@ -85,12 +85,21 @@ class KeptCalls:
         """Return the entries of outputs."""
         return self._shown(self._entries[0])
 
-    def inputs(self) -> Entries:
-        """Return the entries of inputs."""
+    def others(self, are_kept: bool) -> tuple[Records, AttentionRecords]:
+        """Return the records of inputs and of attention; empty ones if a sink was given them."""
+        architecture, options = self._program.architecture, self._program.options
+        inputs = self._inputs if are_kept and options.inputs else dict
+        attention = self._attention if are_kept else dict
+        return (
+            Records(architecture, inputs, "input"),
+            AttentionRecords(architecture, attention, "attention"),
+        )
+
+    def _inputs(self) -> Entries:
         return self._shown(self._entries[1])
 
-    def attention(self) -> Entries:
-        """Return the entries of attention, which is computed from both."""
+    def _attention(self) -> Entries:
+        # It is computed from both.
         outputs, inputs = self._entries
         calls = self._program.attention.items()
         return {at: own.record(inputs, outputs) for at, own in calls if own.last.label in outputs}
@@ -410,12 +419,11 @@ class Pass:
         if self._sink is not None and not (self._hands_on or self.is_bare):
             for label in activations:
                 self._sink.receivers[label](activations.peek(label))
-        if self._sink is not None or not program.keeps_inputs:
-            return Ended(activations)
-        records = None
-        if program.options.inputs:
-            records = Records(program.architecture, kept.inputs, "input")
-        return Ended(activations, records, AttentionRecords(program.architecture, kept.attention))
+        ended = Ended(activations, *kept.others(self._sink is None))
+        if program.options.copy == "auto":
+            for records in ended:
+                records.copy_from_now_on = self.setting.copy
+        return ended
 
     def _refuse_unseen_calls(self, unhooked: Collection[int]) -> None:
         """Refuse calls that no hook has seen, and whose number is not checked."""

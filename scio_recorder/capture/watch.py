@@ -55,10 +55,6 @@ def why_not_called(net: nn.Module) -> str:
     )
 
 
-# Threads that share a block end passes at once. Passes are copied and pickled, and no lock can be.
-_KEEPING = threading.Lock()
-
-
 class Passes(Sequence[Records]):
     """The records of the passes of a block, in the order in which they ended.
 
@@ -85,9 +81,8 @@ class Passes(Sequence[Records]):
 
     def __init__(self, last: int | None = None) -> None:
         limit = None if last is None else whole("last", last, 1, ArgumentError)
-        self._records: deque[Records] = deque(maxlen=limit)
-        self._inputs: deque[Records] = deque(maxlen=limit)
-        self._attention: deque[Any] = deque(maxlen=limit)
+        self._ended: deque[Any] = deque(maxlen=limit)
+        self._what = "activations"
 
     @property
     def inputs(self) -> Passes:
@@ -106,7 +101,7 @@ class Passes(Sequence[Records]):
         (tensor([[-1., -1.]]),)
         """
         passes = Passes()
-        passes._records = self._inputs
+        passes._ended, passes._what = self._ended, "inputs"
         return passes
 
     @property
@@ -115,14 +110,14 @@ class Passes(Sequence[Records]):
 
         It exists for passes of a selection with ``record(..., attention=...)``.
         """
-        return tuple(self._attention)
+        return tuple(ended.attention for ended in [*self._ended])
 
     @overload
     def __getitem__(self, index: int) -> Records: ...
     @overload
     def __getitem__(self, index: slice) -> list[Records]: ...
     def __getitem__(self, index: int | slice) -> Records | list[Records]:
-        records = list(self._records)
+        records: list[Records] = [getattr(ended, self._what) for ended in [*self._ended]]
         if isinstance(index, slice):
             return records[index]
         try:
@@ -141,7 +136,7 @@ class Passes(Sequence[Records]):
         raise AttributeError(text, name=name, obj=self)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._ended)
 
     def __repr__(self) -> str:
         return f"Passes({len(self)})"
@@ -192,15 +187,11 @@ class Passes(Sequence[Records]):
                 f"{dim}: write another dim=, or join what you need from each pass"
             ) from error
 
-    def add(self, records: Records, inputs: Records, attention: Records) -> None:
-        """Keep what a pass that has ended leaves, in memory of its own."""
-        every = records, inputs, attention
-        for values in every:
-            values.read_all()
-        kept: Any = (self._records, self._inputs, self._attention)
-        with _KEEPING:
-            for each, values in zip(kept, every, strict=True):
-                each.append(values)
+    def add(self, ended: Sequence[Records]) -> None:
+        """Keep what a pass leaves that has ended, in memory of its own."""
+        for records in ended:
+            records.read_all()
+        self._ended.append(ended)
 
 
 @dataclass(eq=False)

@@ -666,12 +666,6 @@ leave_function_mode: Callable[[], Any] = lookup(
 )
 
 
-def is_innermost(mode: Any) -> bool:
-    """Whether no function mode of this thread is inside of one, which is active."""
-    count = num_function_modes()
-    return bool(count) and function_mode_at(count - 1) is mode
-
-
 def replace_function_mode(old: Any, new: Any, num_above: int = 0) -> int | None:
     """Leave one function mode of this thread, and enter another outside of a number of others.
 

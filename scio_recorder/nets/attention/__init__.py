@@ -318,11 +318,6 @@ class AttentionReader:
 class AttentionRecords(Records):
     """The attention of layers in one pass, computed from what was recorded when it is read."""
 
-    def __init__(
-        self, architecture: Architecture, entries: Entries | Callable[[], Entries] = dict
-    ) -> None:
-        super().__init__(architecture, entries, "attention")
-
     def __repr__(self) -> str:
         lines = [f"{self._architecture[label]}  {self[label]!r}" for label in self]
         return "\n".join(lines) or super().__repr__()
