@@ -17,9 +17,8 @@ from torch import Tensor
 
 from scio_recorder import Recording
 from scio_recorder.errors import ArgumentError, RecordingError
-from scio_recorder.integrations.vllm import side_by_side
-from scio_recorder.layer import RowIdx, few
-from scio_recorder.stores import Calls, Held, KeptCalls, SampleIds, to_ids
+from scio_recorder.integrations.vllm import recording_of, side_by_side
+from scio_recorder.layer import few
 from scio_recorder.stores.files import accessing
 
 __all__ = ["recording_of_hidden_states", "recording_of_sglang"]
@@ -203,18 +202,11 @@ def _misfit(name: str, tensor: Tensor, why: str) -> ArgumentError:
 
 
 def _recording(
-    tensors: Mapping[str, Tensor], sample_ids: Iterable[int | str], lengths: list[int] | None
+    tensors: Mapping[str, Tensor], sample_ids: Sequence[int | str], lengths: list[int] | None
 ) -> Recording:
     architecture = side_by_side({name: (1, at + 1) for at, name in enumerate(tensors)})
-    ids, columns, num_rows = SampleIds(), {}, None
-    ids.add(to_ids(list(sample_ids)))
+    columns = {}
     if lengths is not None:
-        num_rows = sum(lengths)
-        sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        position = torch.cat([torch.arange(length) for length in lengths])
-        columns = {"sample": sample, "position": position}
-    values: dict[RowIdx, Tensor] = dict(zip(architecture, tensors.values(), strict=True))
-    calls = Calls(KeptCalls(), architecture, ())
-    held = Held(values, ids, calls, rows=columns, num_rows=num_rows)
-    settings = {} if lengths is None else {"rows": {"kind": "Tokens"}}
-    return Recording(architecture, held, reductions={}, relative_errors={}, settings=settings)
+        columns["sample"] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        columns["position"] = torch.cat([torch.arange(length) for length in lengths])
+    return recording_of(architecture, tensors.values(), sample_ids, columns)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from scio_recorder import Architecture, Recording
 from scio_recorder.errors import ArgumentError, RecordingError
@@ -78,58 +79,37 @@ def open_hidden_states(
     """
     architecture = _architecture(layers)
     reader = _HiddenStates(os.fspath(folder), len(architecture))
-    ids = SampleIds()
-    ids.add(to_ids(reader.requests))
-    held = Held(
-        {label: DiskTensor(reader, str(at)) for at, label in enumerate(architecture)},
-        ids,
-        Calls(KeptCalls(), architecture, ()),
-        path=reader.path,
-        rows={name[1:]: DiskTensor(reader, name) for name in (SAMPLE, _POSITION, _TOKEN)},
-        num_rows=reader.num_rows,
-    )
-    settings = {"rows": {"kind": "Tokens", "made_by": "vLLM"}}
-    return Recording(architecture, held, reductions={}, relative_errors={}, settings=settings)
-
-
-class _File(NamedTuple):
-    """The number of tokens in a file, and for each its states, [layers, features], and its id."""
-
-    length: int
-    states: TensorInfo
-    token: TensorInfo
+    values = [DiskTensor(reader, str(at)) for at in range(len(architecture))]
+    columns = {name[1:]: DiskTensor(reader, name) for name in (SAMPLE, _POSITION, _TOKEN)}
+    return recording_of(architecture, values, reader.requests, columns, reader.path, made_by="vLLM")
 
 
 class _HiddenStates(RowReader):
     """The files of a folder, one after the other: layers are named by their numbers."""
 
     def __init__(self, path: str, num_layers: int) -> None:
-        self.path = path
-        self.requests = _requests(path)
+        self.path, self.requests = path, _requests(path)
         files = list(map(self._file_of, self.requests))
-        kind = files[0]
-        for name, other in zip(self.requests, files, strict=True):
-            if other[1:] != kind[1:]:
+        _, states, token = files[0]
+        for name, (_, *others) in zip(self.requests, files, strict=True):
+            if others != [states, token]:
                 raise RecordingError(
                     f"{self._path_of(name)} holds other shapes or dtypes than {self.requests[0]}"
                     f"{_SUFFIX}: keep the files of different nets in different folders"
                 )
-        num_held, features = kind.states.shape
+        num_held, features = states.shape
         if num_held != num_layers:
             raise RecordingError(
                 f"the files in {path} hold {num_held} layers, and layers= names {num_layers}: give "
                 "a name for each layer"
             )
-        self.starts = list(accumulate((file.length for file in files), initial=0))
-        self.table = {
-            **dict.fromkeys(
-                map(str, range(num_layers)), TensorInfo((features,), kind.states.dtype)
-            ),
-            **dict.fromkeys((SAMPLE, _POSITION), TensorInfo((), torch.int64)),
-            _TOKEN: kind.token,
-        }
+        self.starts = list(accumulate((length for length, *_ in files), initial=0))
+        layer, number = TensorInfo((features,), states.dtype), TensorInfo((), torch.int64)
+        layers = dict.fromkeys(map(str, range(num_layers)), layer)
+        self.table = {**layers, SAMPLE: number, _POSITION: number, _TOKEN: token}
 
-    def _file_of(self, request: str) -> _File:
+    def _file_of(self, request: str) -> tuple[int, TensorInfo, TensorInfo]:
+        """Return the number of tokens in a file, and what it has of each: states, and an id."""
         path = self._path_of(request)
         with _opened(path) as file:
             keys = sorted(file.keys())
@@ -146,22 +126,23 @@ class _HiddenStates(RowReader):
                 f"{path}: {_STATES} {shape} must be [tokens, layers, features], and {_TOKENS} "
                 f"{length} one for each token"
             )
-        return _File(shape[0], TensorInfo(tuple(shape[1:]), dtypes[0]), TensorInfo((), dtypes[1]))
+        return shape[0], TensorInfo(tuple(shape[1:]), dtypes[0]), TensorInfo((), dtypes[1])
 
     def _fill(self, out: NDArray[numpy.uint8], number: int, name: str, start: int) -> None:
         spec = self.table[name]
         stop = start + len(out) // max(1, spec.nbytes)
         to = torch.from_numpy(out).view(spec.dtype).view(stop - start, *spec.shape)
-        if name in (SAMPLE, _POSITION):
-            counted = torch.arange(start, stop, device="cpu")
-            to.copy_(counted if name == _POSITION else torch.full_like(counted, number))
+        if name == SAMPLE:
+            to.fill_(number)
+            return
+        if name == _POSITION:
+            to.copy_(torch.arange(start, stop, device="cpu"))
             return
         with _opened(self._path_of(self.requests[number])) as file:
-            if name == _TOKEN:
-                values = file.get_slice(_TOKENS)[start:stop]
-            else:
-                # Only this layer's part of the mapped memory is read.
-                values = file.get_slice(_STATES)[start:stop, int(name)]
+            # Only this layer's part of the mapped memory is read.
+            states, tokens = file.get_slice(_STATES), file.get_slice(_TOKENS)
+            part = slice(start, stop)
+            values = tokens[part] if name == _TOKEN else states[part, int(name)]
             if (values.shape, values.dtype) != (to.shape, to.dtype):
                 raise RecordingError(
                     f"{self.path} no longer has the files that it had when it was opened"
@@ -244,18 +225,46 @@ def side_by_side(labels: Mapping[str, DepthIdx]) -> Architecture:
     ['1-1 a (HiddenStates)']
     """
     rows = [
-        Layer(
-            label=Label(label),
-            name=name,
-            module=None,
-            type_name="HiddenStates",
-            call=0,
-            input_shape=None,
-            num_params=0,
-            executed=True,
-            completion=place,
-            output_spec=None,
-        )
+        Layer(Label(label), name, None, "HiddenStates", 0, None, 0, True, place, None)
         for place, (name, label) in enumerate(labels.items())
     ]
     return Architecture(rows, {layer.name: (layer.label,) for layer in rows})
+
+
+def recording_of(
+    architecture: Architecture,
+    values: Iterable[Tensor],
+    sample_ids: Sequence[int | str],
+    columns: Mapping[str, Tensor],
+    path: str | None = None,
+    **settings: str,
+) -> Recording:
+    """Return a recording of tensors that others have made, one for each layer of an architecture.
+
+    Parameters
+    ----------
+    architecture : Architecture
+        The layers.
+    values : iterable of Tensor
+        The rows of each.
+    sample_ids : sequence of int or str
+        One for each sample.
+    columns : mapping
+        "sample", "position" and so on of each row; empty if rows are samples.
+    path : str, optional
+        Their place, if they outlive the process.
+    **settings : str
+        What is known about the rows.
+    """
+    ids = SampleIds()
+    ids.add(to_ids(sample_ids))
+    held = Held(
+        dict(zip(architecture, values, strict=True)),
+        ids,
+        Calls(KeptCalls(), architecture, ()),
+        path=path,
+        rows=columns,
+        num_rows=len(columns["sample"]) if columns else None,
+    )
+    rows = {"rows": {"kind": "Tokens", **settings}} if columns else {}
+    return Recording(architecture, held, reductions={}, relative_errors={}, settings=rows)
