@@ -12,39 +12,35 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from scio_recorder import Nodes, Recorder, Tokens
-from scio_recorder.analysis.auditing.evidence import Evidence, Look, RecordedColumn
+from scio_recorder.analysis.auditing.column import RecordedColumn, View, limit_of
+from scio_recorder.analysis.auditing.evidence import Evidence, Look
 from scio_recorder.analysis.auditing.finding import Audit, Finding, Kind
 from scio_recorder.analysis.auditing.reference import (
-    FLOAT8,
     NARROW,
     Reference,
     Value,
-    View,
-    digests_of,
     otherwise_padded,
-    row_errors,
 )
-from scio_recorder.analysis.auditing.relations import Relations, names_for
+from scio_recorder.analysis.auditing.relations import Relations
 from scio_recorder.analysis.comparing.difference import SampleId
 from scio_recorder.analysis.comparing.matching import checked_match, translated
 from scio_recorder.analysis.comparing.sides import SampleBlock, refuse_missing
 from scio_recorder.errors import CollectError, ComparisonError, RecorderError
 from scio_recorder.layer import OperationIdx, RowIdx, counted, few
 from scio_recorder.lowlevel import BatchRows, CollectOptions, Feed, Readable, Rows, Source
-from scio_recorder.tensors import dtype_name, names_arguments, taken_apart
+from scio_recorder.tensors import dtype_name, taken_apart
 
-# A column fits within this multiple of rounding, and this much more; single rows within twice that.
-_TIMES, _LEAST = 4.0, 2e-3
 # Two values nearer than this are one, whatever the precision.
 _SAME = 1e-5
 # Unless a column is at least this near to a layer, nothing says that it is one.
@@ -54,92 +50,108 @@ _EXAMINED, _REMEMBERED = 2, 64
 _UNEXPLAINED, _SHARE_TWICE = 0.05, 0.95
 
 
-class Rounding(NamedTuple):
-    """What rounding gives at one of the net's values: the median error of rows, and the largest."""
-
-    median: float = 0.0
-    largest: float = 0.0
-
-    @property
-    def limit(self) -> float:
-        """The largest median error of a column that fits."""
-        return _TIMES * self.median + _LEAST
-
-    @property
-    def row_limit(self) -> float:
-        """The largest error of one row that fits."""
-        return 2 * max(self.limit, self.largest)
-
-
 @dataclass
 class _Examined:
     """What is known about a column so far."""
 
     column: RecordedColumn
-    precisions: set[torch.dtype]
+    # That in which it was computed; None for float32 and wider.
+    precision: torch.dtype | None
     target: Value | None = None
-    errors: dict[Value, deque[float]] = field(default_factory=dict)
-    rounding: dict[Value, Rounding] = field(default_factory=dict)
-    evidence: list[Evidence] = field(default_factory=list)
+    rounding: dict[Value, float] = field(default_factory=lambda: defaultdict(float))
+    errors: deque[dict[Value, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    evidence: Evidence | None = None
     num_rows: int = 0
     num_unexplained: int = 0
     num_examined: int = 0
-    # By the dtype in between, or None: the share of numbers that are equal to the net's.
-    equal: dict[torch.dtype | None, float] = field(default_factory=dict)
+    # In words, the narrower precision through which the numbers went.
+    through: str = ""
 
     def fitting(self, errors: Mapping[Value, float]) -> Value | None:
         """Return the value that the column fits; None if there is none."""
-        fits = {v: x for v, x in errors.items() if x <= self.rounding_at(v).limit}
-        best = min(fits, key=lambda value: fits[value], default=None)
+        fits = {v: x for v, x in errors.items() if x <= limit_of(self.rounding[v])}
+        best = min(fits, key=fits.__getitem__, default=None)
         if best is None or self.target is None:
             return best
-        own = errors.get(self.target, math.inf)
-        explained = self.rounding_at(self.target).median + _SAME
-        if fits[best] < own / 2 and own > explained:
+        named = errors.get(self.target, math.inf)
+        if fits[best] < named / 2 and named > self.rounding[self.target] + _SAME:
             return best
         return self.target if self.target in fits else None
 
     def take(self, look: Look) -> bool:
-        """Take what a batch shows of the column; say whether that explains its rows."""
-        errors = look.view.errors(look.rows)
-        for value, error in errors.items():
-            self.errors.setdefault(value, deque(maxlen=_REMEMBERED)).append(error)
-        fitted = self.fitting(errors)
+        """Take what a batch shows of the column; say whether it is worth another look."""
+        errors = look.view.errors(look.probed)
+        self.errors.append(errors)
+        fitted, number = self.fitting(errors), len(look.view.keys)
+        evidence, unexplained = None, number
         if fitted is not None:
-            evidence, num_unexplained = look.off(fitted)
-            self.num_unexplained += num_unexplained
-            self.num_rows += len(look.rows)
-            self.evidence += evidence
-            if evidence or num_unexplained <= _UNEXPLAINED * len(look.rows):
-                return True
-        if self.num_examined >= _EXAMINED:
-            return True
-        self.num_examined += 1
-        if fitted is None:
-            evidence = [*filter(None, [look.explained(self.target)])]
-            self.evidence += evidence
-        return bool(evidence)
+            evidence, unexplained = look.off(fitted)
+        is_open = evidence is None and unexplained > _UNEXPLAINED * number
+        is_open = is_open and self.num_examined < _EXAMINED
+        if is_open and fitted is None:
+            evidence = look.explained(self.target)
+        self.evidence = self.evidence or evidence
+        self.num_rows += number
+        self.num_unexplained += unexplained
+        self.num_examined += is_open
+        return is_open and not evidence
 
-    def row_limit(self, value: Value) -> float:
-        """Return the largest error of a row that fits a value."""
-        return self.rounding_at(value).row_limit
+    def compare_bits(self, look: Look, views: Iterable[View]) -> None:
+        """Note through which narrower dtype alone the net's numbers are equal to the column's."""
+        there = look.probed
+        stacks = [view.stack(look.rows.shape[1]) for view in views]
+        lines = [x[values.index(self.target)] for values, x in stacks if self.target in values]
+        stored, dtype = self.column.values.dtype, self.column.precision
+        if dtype in (None, stored) or not lines:
+            return
+        direct, through = (
+            max(float((x.to(at).to(stored).double() == there).double().mean()) for x in lines)
+            for at in (torch.float64, dtype)
+        )
+        # Each number is rounded to the dtype in between, and some by chance as without it.
+        if through > _SHARE_TWICE and 1 - direct > 4 * (1 - through) + 0.01:
+            rounded = f"rounded to {dtype_name(dtype)}"
+            self.through = f"{through:.1%} of the numbers are the layer's, {rounded}"
 
-    def round(self, rounding: Mapping[Value, Rounding]) -> None:
-        """Take what rounding gives in one of the precisions: the larger counts."""
-        for value, each in rounding.items():
-            self.rounding[value] = max(each, self.rounding_at(value))
 
-    def rounding_at(self, value: Value) -> Rounding:
-        """Return what rounding gives at a value, in the precision of this column."""
-        return self.rounding.get(value, Rounding())
+@dataclass
+class _Pass:
+    """What the net returned and received in a batch, as columns see it."""
 
-
-class _Batch(NamedTuple):
-    """A batch of an audit: its samples, their places in the recording, and which rows are real."""
-
-    block: SampleBlock
+    values: Mapping[Value, Tensor]
+    # Where the samples are in the recording.
     places: list[int]
+    # Which rows are real.
     rows: BatchRows | None
+    # Columns with the same rows share one.
+    views: dict[object, View] = field(default_factory=dict)
+
+    def look(self, examined: _Examined) -> Look:
+        """Return a column in the batch."""
+        rows, keys = examined.column.read(self.places)
+        view = self.view(examined, keys)
+        return Look(examined.column, view, rows, self.places, examined.rounding)
+
+    def view(self, examined: _Examined, keys: Tensor) -> View:
+        """Return the batch as a column sees it whose rows have these keys."""
+        column, rows, number = examined.column, self.rows, len(self.places)
+        target = self.values.get(examined.target) if examined.target else None
+        shape: tuple[int, ...] = (number, len(keys) // number)
+        if rows is not None and (column.has_rows or column.has_arrays):
+            shape = rows.shape
+        if column.has_arrays and target is not None and target.ndim == 3:
+            # Layers may have others than the net's input, such as patches.
+            shape = number, target.shape[1]
+        index = torch.arange(math.prod(shape))
+        if rows is not None and rows.index is not None and rows.shape == shape:
+            index = rows.index.cpu()
+        mine = torch.stack([index // shape[-1], index % shape[-1]], 1)
+        if column.has_rows and rows is not None:
+            mine = torch.stack([rows.columns["sample"], rows.columns["position"]], 1)
+        kind = shape, len(keys)
+        if kind not in self.views:
+            self.views[kind] = View(self.values, shape, index, mine, keys)
+        return self.views[kind]
 
 
 class _Auditor:
@@ -147,229 +159,137 @@ class _Auditor:
 
     def __init__(self, recording: Readable, reference: Reference, match: Mapping[str, str]) -> None:
         self._recording, self._reference, self._match = recording, reference, match
-        architecture = recording.architecture
-        columns = [RecordedColumn(recording, architecture[label]) for label in recording.stored]
-        shown = Counter(frozenset(column.precisions) for column in columns).most_common(1)[0][0]
+        rows = [recording.architecture[label] for label in recording.stored]
+        columns = [RecordedColumn(recording, row) for row in rows]
+        shown = Counter(column.precision for column in columns).most_common(1)[0][0]
         # What a net in a narrow precision computes in float32 is as far off as the rest.
-        others = shown or {reference.dtype} & {*NARROW}
-        self._columns = [_Examined(column, column.precisions or {*others}) for column in columns]
-        self._digests: dict[Value, int] = {}
+        shown = shown or (reference.dtype if reference.dtype in NARROW else None)
+        self._columns = [_Examined(column, column.precision or shown) for column in columns]
+        self._relations: Relations | None = None
         self.num_samples = 0
 
-    def take(self, batch: _Batch) -> None:
-        """Look at all columns in a batch."""
-        values = self._reference.run(batch.block)
-        is_first, digests = not self.num_samples, digests_of(values)
-        self._digests = {
-            value: hash((self._digests.get(value), digest))
-            for value, digest in digests.items()
-            if is_first or value in self._digests
-        }
-        self.num_samples += len(batch.places)
-        rounded = {}
-        if is_first:
-            self._name()
-            dtypes = set().union(*(x.precisions for x in self._columns))
-            rounded = {at: self._reference.rounded(batch.block, at) for at in dtypes}
-        views, rounding = dict[Any, View](), dict[Any, dict[Value, Rounding]]()
-        unknown = list[_Examined]()
-        for examined in self._columns:
-            recorded, keys = examined.column.read(batch.places)
-            view = self._view(views, batch, values, examined, keys)
-            for dtype in examined.precisions & {*rounded}:
-                key = dtype, view.shape, recorded.shape[1]
-                if key not in rounding:
-                    other = replace(view, values=rounded[dtype])
-                    rounding[key] = _rounding(view, other, recorded.shape[1])
-                examined.round(rounding[key])
-            look = Look(examined.column, view, recorded, batch.places, examined.row_limit)
-            if is_first:
-                bases = [view, *(replace(view, values=x) for x in rounded.values())]
-                self._count_equal(examined, look, bases)
-            unknown += [] if examined.take(look) else [examined]
-        if unknown:
-            self._pad_otherwise(unknown, batch)
-
-    def _name(self) -> None:
-        relations = Relations(self._reference, self._digests)
-        made_by = self._recording.settings.get("rows") or {}
-        are_numbers = made_by.get("made_by") == "vLLM"
-        for examined in self._columns:
-            layer = examined.column.layer
-            names = names_for(layer.name, self._match)
-            examined.target = relations.target(names, layer.call, are_numbers=are_numbers)
-
-    def _view(
-        self,
-        views: dict[Any, View],
-        batch: _Batch,
-        values: dict[Value, Tensor],
-        examined: _Examined,
-        keys: Tensor,
-    ) -> View:
-        """Return the batch as a column sees it; columns with the same rows share it."""
-        column, rows, number = examined.column, batch.rows, len(batch.places)
-        shape: tuple[int, ...] = (number,)
-        index, mine = None, keys
-        if column.has_rows and rows is not None:
-            shape = (rows.num_rows,)
-            mine = torch.stack([rows.columns["sample"], rows.columns["position"]], 1)
-        elif column.has_positions:
-            target = None if examined.target is None else values.get(examined.target)
-            # Layers may have others than the net's input, such as patches.
-            width = len(keys) // number if target is None or target.ndim != 3 else target.shape[1]
-            shape = number, width
-            index = rows.index if rows is not None and rows.shape == shape else None
-            flat = torch.arange(number * width) if index is None else index.cpu()
-            mine = torch.stack([flat // width, flat % width], 1)
-        kind = shape, len(keys)
-        if kind not in views:
-            views[kind] = View(values, shape, index, mine, keys)
-        return views[kind]
-
-    def _count_equal(self, examined: _Examined, look: Look, views: Iterable[View]) -> None:
-        """Count the numbers that are equal to the net's, directly and by a narrower dtype."""
-        stored, target = examined.column.values.dtype, examined.target
-        for view in views:
-            if target in view.values and target in look.values:
-                exact = view.lines(target, view.here[view.probes])
-                there = look.rows[view.there[view.probes]]
-                for dtype in (None, *(x for x in (*NARROW, *FLOAT8) if x != stored)):
-                    through = exact if dtype is None else exact.to(dtype)
-                    share = float((through.to(stored).to(there.dtype) == there).double().mean())
-                    examined.equal[dtype] = max(share, examined.equal.get(dtype, 0.0))
-
-    def _pad_otherwise(self, unknown: Sequence[_Examined], batch: _Batch) -> None:
-        """Run the net with other padding, and look whether columns fit then."""
-        for kind, words, block, rows in otherwise_padded(batch.block, batch.rows):
+    def take(self, block: SampleBlock, places: list[int], rows: BatchRows | None) -> None:
+        """Look at all columns in a batch, given the places of its samples and its real rows."""
+        exact = _Pass(self._reference.run(block), places, rows)
+        if self._relations is None:
+            self._begin(block, exact)
+        self.num_samples += len(places)
+        unknown = [x for x in self._columns if x.take(exact.look(x))]
+        variants = otherwise_padded(block, rows) if unknown else ()
+        for kind, words, padded, real in variants:
             try:
-                values, views = self._reference.run(block), dict[Any, View]()
+                other = _Pass(self._reference.run(padded), places, real)
             except (RecorderError, RuntimeError, ValueError):
                 # Without a mask, a net may run in another way.
                 continue
             for examined in unknown:
-                recorded, keys = examined.column.read(batch.places)
-                view = self._view(views, batch._replace(rows=rows), values, examined, keys)
-                value = examined.fitting(view.errors(recorded))
-                look = Look(examined.column, view, recorded, batch.places, examined.row_limit)
+                look = other.look(examined)
+                value = examined.fitting(look.view.errors(look.probed))
                 # A few padded samples hardly move the median.
-                if value is not None and look.off(value)[1] <= _UNEXPLAINED * len(recorded):
-                    examined.evidence.append(Evidence(kind, words, value))
-            unknown = [x for x in unknown if not x.evidence]
+                if value is not None and look.off(value)[1] <= _UNEXPLAINED * len(look.rows):
+                    examined.evidence = examined.evidence or Evidence(kind, words, value)
+
+    def _begin(self, block: SampleBlock, exact: _Pass) -> None:
+        """Find what the names of columns mean, and what rounding explains of each."""
+        self._relations = Relations(self._reference, exact.values)
+        are_numbers = (self._recording.settings.get("rows") or {}).get("made_by") == "vLLM"
+        narrow = {
+            dtype: _Pass(self._reference.run(block, dtype), exact.places, exact.rows)
+            for dtype in {x.precision for x in self._columns if x.precision}
+        }
+        for examined in self._columns:
+            layer, dtype = examined.column.layer, examined.precision
+            examined.target = self._relations.target(layer, self._match, are_numbers=are_numbers)
+            if dtype is not None:
+                look = exact.look(examined)
+                view = narrow[dtype].view(examined, look.view.others)
+                values, rounded = view.stack(look.rows.shape[1])
+                if values == look.view.stack(look.rows.shape[1])[0]:
+                    examined.rounding.update(look.view.errors(rounded))
+                # Nothing computes in float8.
+                examined.compare_bits(look, [look.view, *[view] * (dtype in NARROW)])
 
     def result(self) -> Audit:
         """Return the findings."""
-        relations = Relations(self._reference, self._digests)
+        assert self._relations is not None
         findings: dict[RowIdx, Finding] = {
-            x.column.layer.label: _finding(x, relations) for x in self._columns
+            x.column.layer.label: _finding(x, self._relations) for x in self._columns
         }
+        held = [x.layer for x in findings.values() if x.layer is not None]
         return Audit(
             self._recording.architecture,
             findings,
-            relations.absent(x.layer for x in findings.values() if x.layer is not None),
+            self._relations.absent(held),
             self.num_samples,
             is_training=self._reference.is_training,
         )
 
 
-def _rounding(view: View, narrow: View, features: int) -> dict[Value, Rounding]:
-    """Return what rounding gives at all values that have this many features."""
-    rounding = {}
-    for value in view.stack(features)[0]:
-        if value in narrow.values:
-            errors = row_errors(narrow.lines(value), view.lines(value))
-            finite = errors[errors.isfinite()]
-            largest = float(finite.amax()) if len(finite) else 0.0
-            rounding[value] = Rounding(float(errors.median()), largest)
-    return rounding
-
-
 def _finding(examined: _Examined, relations: Relations) -> Finding:
     """Return what a column is, after all batches."""
-    errors = {value: median(each) for value, each in examined.errors.items()}
+    values = dict.fromkeys(chain(*examined.errors))
+    errors = {v: median(each[v] for each in examined.errors if v in each) for v in values}
     target, value = examined.target, examined.fitting(errors)
-    evidence = max(examined.evidence, key=lambda found: found.num_rows, default=None)
-    if value is None and evidence is not None:
-        value = evidence.value
-    if value is None:
-        return _unfitting(examined, errors, relations, evidence)
-    layer, error = relations.layer(value, target), errors.get(value, math.inf)
-    is_named = target is not None and relations.are_equal(value, target)
-    kind, words = _as_named(examined, errors, relations, target if is_named else value)
-    if evidence is not None:
-        kind, words = evidence.kind, evidence.words
-    if target is None:
+    nearest = min(errors, key=errors.__getitem__, default=None)
+    near = target if target in errors else nearest
+    kind: Kind = "unknown"
+    words = "no layer is near"
+    if evidence := examined.evidence:
+        kind, words, value = evidence.kind, evidence.words, value or evidence.value
+    elif value is not None:
+        kind, words = _as_named(examined, errors, relations, value)
+    elif near and nearest and errors[nearest] <= _NEAR:
+        value = nearest if errors[nearest] < errors[near] / 2 else near
+        off, explained = errors[near], examined.rounding[near]
+        kind, words = (
+            "beyond rounding",
+            f"{off:.2g} off, of which rounding explains {explained:.2g}",
+        )
+    if target is None and kind != "constant":
         kind = "no such name"
-    elif not is_named:
+    elif target and value and not relations.are_equal(value, target):
         kind = relations.kind(value, target)
-    return Finding(layer, kind, error, examined.rounding_at(value).median, words)
-
-
-def _unfitting(
-    examined: _Examined,
-    errors: Mapping[Value, float],
-    relations: Relations,
-    evidence: Evidence | None,
-) -> Finding:
-    """Return the finding about a column that holds no layer, or one with other numbers."""
-    target = examined.target
-    best = min(errors, key=lambda value: errors[value], default=None)
-    near = target if target in errors else best
-    error = math.inf if near is None else errors[near]
-    rounding = 0.0 if near is None else examined.rounding_at(near).median
-    kind: Kind = "unknown" if target is not None else "no such name"
-    if evidence is not None:
-        return Finding(None, evidence.kind, error, rounding, evidence.words)
-    if best is None or errors[best] > _NEAR or target is None:
-        return Finding(None, kind, error, rounding, "no layer is near")
-    words = f"{error:.2g} off, of which rounding explains {rounding:.2g}"
-    if errors[best] < error / 2:
-        kind, near, error = relations.kind(best, target), best, errors[best]
-        return Finding(relations.layer(near, target), kind, error, rounding, words)
-    return Finding(relations.layer(target, target), "beyond rounding", error, rounding, words)
+    layer = relations.layer(value, target) if value else None
+    at = value or near
+    if at is None:
+        return Finding(None, kind, math.inf, 0.0, words)
+    return Finding(layer, kind, errors.get(at, math.inf), examined.rounding[at], words)
 
 
 def _as_named(
     examined: _Examined,
     errors: Mapping[Value, float],
     relations: Relations,
-    held: Value | None,
+    held: Value,
 ) -> tuple[Kind, str]:
     """Return the kind of a column that fits the layer it holds, by its numbers and single rows."""
-    direct = examined.equal.get(None, 1.0)
-    for dtype, share in examined.equal.items():
-        # Each number is rounded to the dtype in between, and some by chance as without it.
-        if dtype and share > _SHARE_TWICE and 1 - direct > 4 * (1 - share) + 0.01:
-            words = f"{share:.1%} of the numbers are the layer's, rounded to {dtype_name(dtype)}"
-            return "rounded twice", words
+    if examined.through:
+        return "rounded twice", examined.through
     if examined.num_unexplained > _UNEXPLAINED * examined.num_rows:
         words = f"{examined.num_unexplained} of {counted(examined.num_rows, 'row')} are off"
         return "beyond rounding", words
-    target = examined.target
-    if target is None or held is None or held not in errors:
-        return "as named", ""
-    alike = [
-        relations.layer(value, target).name
+    near = [
+        value
         for value, error in errors.items()
-        if error <= examined.rounding_at(value).limit
-        and not isinstance(value.label, OperationIdx)
-        and error < 2 * errors[held]
-        and not relations.are_equal(value, held)
+        if error <= limit_of(examined.rounding[value]) and error < 2 * errors[held]
     ]
-    names = list(dict.fromkeys(alike))
-    return "as named", f"rounding can't tell it from {few(names, 3)}" if alike else ""
+    alike = [
+        relations.layer(value, examined.target).name
+        for value in near
+        if not isinstance(value.label, OperationIdx) and not relations.are_equal(value, held)
+    ]
+    names = few(list(dict.fromkeys(alike)), 3)
+    return "as named", f"rounding can't tell it from {names}" if names and examined.target else ""
 
 
-@names_arguments
 def audit(
     recording: Readable,
     rnet: nn.Module,
     batches: Iterable[Any],
     *,
-    match: Mapping[str, str] | None = None,
-    to_inputs: Callable[[Any], Any] | None = None,
-    sample_ids: Callable[[Any], Any] | None = None,
-    rows: Rows | None = None,
+    match: Mapping[str, str] | None,
+    rows: Rows | None,
+    **options: Any,
 ) -> Audit:
     """Find which layer of a net each column of a recording is; see `Recording.audit`."""
     if not isinstance(rnet, Recorder):
@@ -390,12 +310,11 @@ def audit(
             raise ComparisonError(
                 f"match has {glob!r}, which matches no column: there are {few(names, 8, repr)}"
             )
-    feed = Feed(batches, CollectOptions(to_inputs=to_inputs, sample_ids=sample_ids))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
+    feed = Feed(batches, CollectOptions(**options))
+    with torch.no_grad(), contextlib.ExitStack() as stack:
         auditor = _Auditor(recording, Reference(rnet, feed, stack, names), globs)
         for batch in _batches(recording, rnet, feed, rows):
-            auditor.take(batch)
+            auditor.take(*batch)
         return auditor.result()
 
 
@@ -404,46 +323,33 @@ def _rows_of(recording: Readable) -> Rows | None:
     if not recording.has_rows:
         return None
     made = recording.settings.get("rows") or {}
-    arguments = {
-        name: made[name] for name in ("mask", "segments", "where", "sample") if made.get(name)
-    }
+    names = ("mask", "segments", "where", "sample")
+    arguments = {name: made[name] for name in names if made.get(name)}
     if "function" in arguments.values():
         raise ComparisonError(
             f"rows of the recording were chosen by a function ({made}): give the same rows="
         )
-    kind = Nodes if made.get("kind") == "Nodes" else Tokens
-    return kind(**arguments)
+    return (Nodes if made.get("kind") == "Nodes" else Tokens)(**arguments)
 
 
 def _batches(
     recording: Readable, rnet: Recorder, feed: Feed, rows: Rows | None
-) -> Iterator[_Batch]:
-    """Yield the batches with the places of their samples, all of which must be there."""
+) -> Iterator[tuple[SampleBlock, list[int], BatchRows | None]]:
+    """Yield the batches with the places of their samples, which must be there, and real rows."""
     places = {sample: place for place, sample in enumerate(recording.sample_ids)}
     root, missing, has_optional = rnet.architecture[0, 1], list[SampleId](), dict[str, bool]()
     for batch, _ in feed:
-        inputs = feed.inputs(batch)
-        shapes = root.input_shape
-        source = Source(rnet.net, batch, inputs, feed.number, root, shapes, has_optional)
-        real = _real_rows(source, rows, has_rows=recording.has_rows)
-        number = None if real is None else real.num_samples
-        ids, _ = feed.ids(batch, inputs, number)
+        inputs, real = feed.inputs(batch), None
+        source = Source(rnet.net, batch, inputs, feed.number, root, root.input_shape, has_optional)
+        # Of arrays of samples, real rows are known only where there is a mask.
+        with contextlib.nullcontext() if rows else contextlib.suppress(CollectError):
+            real = (rows or Tokens(fields=())).of(source)
+        ids, _ = feed.ids(batch, inputs, None if real is None else real.num_samples)
         feed.num_samples += len(ids)
         missing += [sample for sample in ids if sample not in places]
-        chosen = real if recording.has_rows else None
-        apart = taken_apart(inputs)
-        block = SampleBlock(ids, batch, feed, apart, feed.number, chosen, chosen)
         if not missing:
-            yield _Batch(block, [places[sample] for sample in ids], real)
+            block = SampleBlock(ids, batch, feed, taken_apart(inputs), feed.number)
+            yield block, [places[sample] for sample in ids], real
     if not feed.num_samples:
         raise ComparisonError("batches is empty: the network needs some of the samples to run on")
     refuse_missing(missing, "the recording", "the batches have")
-
-
-def _real_rows(source: Source, rows: Rows | None, *, has_rows: bool) -> BatchRows | None:
-    """Return the real rows of a batch; of arrays of samples, only where it has a mask."""
-    if rows is not None:
-        return rows.of(source)
-    with contextlib.suppress(CollectError):
-        return Tokens(fields=()).of(source)
-    return None

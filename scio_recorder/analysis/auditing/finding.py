@@ -114,25 +114,17 @@ class Audit(Listed, LayerMapping[Finding]):
         return f"<{self.sentence}>"
 
     def _listing(self) -> Listing:
-        rows = [
-            [
-                *(str(column), full_name(self.architecture[column]), found.kind),
-                "" if found.layer is None else full_name(found.layer),
-                *(number_text(found.error), number_text(found.rounding)),
-            ]
-            for column, found in self.items()
-        ]
-        wrong = {at for at, found in enumerate(self.values()) if found.kind != "as named"}
+        rows, wrong, notes = list[list[str]](), set[int](), list[str]()
+        for place, (column, finding) in enumerate(self.items()):
+            name = full_name(self.architecture[column])
+            layer = "" if finding.layer is None else full_name(finding.layer)
+            figures = map(number_text, (finding.error, finding.rounding))
+            rows.append([str(column), name, finding.kind, layer, *figures])
+            wrong |= {place} if finding.kind != "as named" else set()
+            # In a table, words would push the figures out of sight.
+            notes += [f"{name}: {finding.words}."] if finding.words else []
         names = few([full_name(layer) for layer in self.absent], _SHOWN)
-        # In a table, words would push the figures out of sight.
-        notes = [
-            f"{full_name(self.architecture[column])}: {found.words}."
-            for column, found in self.items()
-            if found.words
-        ]
         notes += [f"No column holds {names}."] if names else []
         notes += [_TRAINING] if self.is_training else []
-        texts = ("Label", "Name", "Kind", "Layer")
-        return Listing(
-            self.sentence, texts, ("Error", "Rounding"), rows, wrong, notes, widest=_WIDEST
-        )
+        texts, figures_of = ("Label", "Name", "Kind", "Layer"), ("Error", "Rounding")
+        return Listing(self.sentence, texts, figures_of, rows, wrong, notes, widest=_WIDEST)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
+
+from torch import Tensor
 
 from scio_recorder.analysis.auditing.finding import Kind
 from scio_recorder.analysis.auditing.reference import Reference, Value
 from scio_recorder.analysis.comparing.matching import translated
-from scio_recorder.layer import DepthIdx, Layer, Operation, OperationIdx
+from scio_recorder.layer import DepthIdx, Layer, Operation, OperationIdx, RowIdx
+from scio_recorder.lowlevel import digest_of
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 _HIDDEN_STATES = re.compile(r"(?:.*\.)?hidden_states\.(\d+)")
@@ -19,94 +22,109 @@ _HIDDEN_STATES = re.compile(r"(?:.*\.)?hidden_states\.(\d+)")
 class Relations:
     """The values of a net in a batch, those that are equal bit for bit, and their names.
 
+    Values are equal if their digests are, which stand for all values that are.
+
     Parameters
     ----------
     reference : Reference
         The net.
-    digests : mapping
-        A digest of each value, from all batches so far.
+    values : mapping
+        Its values in a batch.
     """
 
-    def __init__(self, reference: Reference, digests: Mapping[Value, int]) -> None:
-        self._reference = reference
-        self._digests = digests
-        self._made = {label: at for at, label in enumerate(reference.labels)}
-        numbered = [
-            (match[1], row.type_name, row.label)
-            for row in reference.architecture.values()
-            if row.executed and (match := _NUMBERED.fullmatch(row.name))
-        ]
+    def __init__(self, reference: Reference, values: Mapping[Value, Tensor]) -> None:
+        self._rows = reference.operations
+        self._layers = [row for row in reference.architecture.values() if row.executed]
+        # Layers may work on the tokens of all samples in a row, or on heads.
+        flat = {id(x): x.flatten() for x in values.values()}
+        digests = {key: digest_of(x) for key, x in flat.items()}
+        self._digests = {value: digests[id(x)] for value, x in values.items()}
+        self._first = {value[:2]: value for value in reversed(self._digests)}
+        self._equal: dict[str | None, list[Value]] = {}
+        for value, digest in self._digests.items():
+            self._equal.setdefault(digest, []).append(value)
+        self._blocks = self._listed()
+        # What each norm receives and returns, and by its sum the terms of each addition.
+        self._norms = {
+            row.label: (self._digest(row.label, is_received=True), self._digest(row.label))
+            for row in self._layers
+            if "norm" in row.type_name.lower()
+        }
+        self._sums: dict[str | None, list[list[str]]] = {}
+        for at in reference.labels:
+            terms = [x for value, x in self._digests.items() if value[:2] == (at, True)]
+            if isinstance(at, OperationIdx) and len(terms) == 2:
+                # A branch is computed from the residual stream, so it is made later.
+                terms.sort(key=[*self._equal].index)
+                self._sums.setdefault(self._digest(at), []).append(terms)
+
+    def _listed(self) -> list[DepthIdx]:
+        """Return the blocks: the outermost list of several modules of one type, not experts."""
         lists: dict[tuple[str, str], list[DepthIdx]] = {}
-        for prefix, type_name, label in numbered:
-            lists.setdefault((prefix, type_name), []).append(label)
-        # The outermost list of several modules of one type: not the experts inside of a block.
-        self._blocks: Sequence[DepthIdx] = max(
-            lists.values(), key=lambda x: (len(x) > 1, -x[0][0], len(x)), default=[]
-        )
+        for row in self._layers:
+            if match := _NUMBERED.fullmatch(row.name):
+                lists.setdefault((match[1], row.type_name), []).append(row.label)
+        return max(lists.values(), key=lambda x: (len(x) > 1, -x[0][0], len(x)), default=[])
 
-    def are_equal(self, one: Value | None, other: Value | None) -> bool:
-        """Whether two values have been equal bit for bit."""
-        return one == other or self.digest(one) == self.digest(other) is not None
+    def _digest(self, label: RowIdx, *, is_received: bool = False) -> str | None:
+        """Return that of the first tensor that a layer returns or receives."""
+        value = self._first.get((label, is_received))
+        return None if value is None else self._digests[value]
 
-    def equals(self, value: Value) -> list[Value]:
-        """Return all values that are equal to one, itself included."""
-        return [other for other in self._digests if self.are_equal(value, other)]
+    def are_equal(self, value: Value, other: Value) -> bool:
+        """Whether two values are equal bit for bit."""
+        return self._digests[value] == self._digests[other]
 
-    def target(self, names: Iterable[str], call: int, *, are_numbers: bool = False) -> Value | None:
-        """Return the value that the first known of some names means; None if none is known.
+    def target(self, column: Layer, match: Mapping[str, str], *, are_numbers: bool) -> Value | None:
+        """Return the value that the name of a column means; None if it is not known.
 
         Parameters
         ----------
-        names : iterable of str
-            Names of layers or operations, endings of names, or ``"hidden_states.4"``.
-        call : int
-            Which call of a module.
+        column : Layer
+            Its name is that of a layer or an operation, an ending, or ``"hidden_states.4"``.
+        match : mapping
+            Globs -> the net's. What a name may mean by these comes first.
         are_numbers : bool
             Whether a number alone is what that block receives, as vLLM counts.
         """
-        architecture = self._reference.operations
-        operations = {row.name: at for at, row in architecture.operations.items()}
-        for name in names:
-            if are_numbers and name.isdecimal():
-                return self._received(int(name), is_normed=False)
-            if name in operations:
-                return self.first(operations[name])
-            labels = architecture.labels_of(name)
-            if not labels and (match := _HIDDEN_STATES.fullmatch(name)):
-                return self._received(int(match[1]), is_normed=True)
-            endings = [known for known in architecture.names if known.endswith(f".{name}")]
+        names = [translated(column.name, glob, partner) for glob, partner in match.items()]
+        operations = {row.name: at for at, row in self._rows.operations.items()}
+        for known in [*filter(None, names), column.name]:
+            if are_numbers and known.isdecimal():
+                return self._received(int(known), is_normed=False)
+            if known in operations:
+                return self._first.get((operations[known], False))
+            labels = self._rows.labels_of(known)
+            if not labels and (states := _HIDDEN_STATES.fullmatch(known)):
+                return self._received(int(states[1]), is_normed=True)
+            endings = [full for full in self._rows.names if full.endswith(f".{known}")]
             if not labels and len(endings) == 1:
-                labels = architecture.labels_of(endings[0])
+                labels = self._rows.labels_of(endings[0])
             if labels:
-                return self.first(labels[min(call, len(labels) - 1)])
+                return self._first.get((labels[min(column.call, len(labels) - 1)], False))
         return None
 
     def _received(self, number: int, *, is_normed: bool) -> Value | None:
         if number < len(self._blocks):
-            return self.first(self._blocks[number], is_received=True)
+            return self._first.get((self._blocks[number], True))
         if number > len(self._blocks) or not self._blocks:
             return None
-        last = self.first(self._blocks[-1])
-        after = [norm for norm in self._norms() if self.are_equal(self._input(norm), last)]
+        last = self._blocks[-1]
         # Transformers' last hidden states are behind the last norm, vLLM's before it.
-        return self.first(after[0].label) if after and is_normed else last
-
-    def first(self, label: object, *, is_received: bool = False) -> Value | None:
-        """Return the first tensor that a layer returns or receives."""
-        values = (v for v in self._digests if v.label == label and v.is_received is is_received)
-        return next(values, None)
+        norms = [at for at, (before, _) in self._norms.items() if before == self._digest(last)]
+        return self._first.get((norms[0] if norms and is_normed else last, False))
 
     def layer(self, value: Value, beside: Value | None = None) -> Layer:
         """Return the layer that best names a value: of about the depth of another one."""
         depth = 0 if beside is None else beside.label[0]
 
         def rank(other: Value) -> tuple[bool, bool, bool, bool, int]:
-            layer = self._reference.layer(other)
-            is_root, off = not layer.name, abs(layer.depth - depth)
-            is_operation = isinstance(layer, Operation)
+            layer = self._rows[other.label]
+            is_operation, is_root = isinstance(layer, Operation), not layer.name
+            off = abs(layer.depth - depth)
             return other.is_received, other != beside, is_operation, is_root, off
 
-        return self._reference.layer(min(self.equals(value), key=rank))
+        return self._rows[min(self._equal[self._digests[value]], key=rank).label]
 
     def absent(self, held: Iterable[Layer]) -> list[Layer]:
         """Return the layers that none of some equals, although one of their type is among these.
@@ -114,68 +132,37 @@ class Relations:
         Those of types of which most are there come first: they are the least expected to lack.
         """
         layers = [*held]
-        values = {self.digest(self.first(layer.label)) for layer in layers}
-        rows = [row for row in self._reference.architecture.values() if row.executed]
+        digests = {self._digest(layer.label) for layer in layers}
         types = {layer.type_name for layer in layers}
-        rows = [row for row in rows if row.type_name in types]
-        lacking = [row for row in rows if self.digest(self.first(row.label)) not in values]
+        rows = [row for row in self._layers if row.type_name in types]
+        lacking = [row for row in rows if self._digest(row.label) not in digests]
         total, missing = (Counter(row.type_name for row in some) for some in (rows, lacking))
         return sorted(lacking, key=lambda row: missing[row.type_name] / total[row.type_name])
 
     def kind(self, value: Value, target: Value) -> Kind:
         """Return the kind of a column that is named as one value and holds another."""
-        for norm in self._norms():
-            received, returned = self._input(norm), self.first(norm.label)
-            if self.are_equal(value, returned) and self.are_equal(target, received):
-                return "after the norm"
-            if self.are_equal(value, received) and self.are_equal(target, returned):
-                return "before the norm"
-        for terms in self._terms_of(target):
+        held, named = self._digests[value], self._digests[target]
+        if (named, held) in self._norms.values():
+            return "after the norm"
+        if (held, named) in self._norms.values():
+            return "before the norm"
+        totals = [named, *(before for before, after in self._norms.values() if after == named)]
+        for early, late in chain(*(self._sums.get(total, []) for total in totals)):
             # Branches side by side are added first.
-            branches = [terms[-1], *chain(*self._terms_of(terms[-1]))]
-            if any(self.are_equal(value, branch) for branch in branches):
+            if held in (late, *chain(*self._sums.get(late, []))):
                 return "branch without residual"
-            if self.are_equal(value, terms[0]) and not self._is_elsewhere(value, target):
+            if held == early and not self._is_elsewhere(held, named):
                 return "residual without branch"
         return "other layer"
 
-    def _terms_of(self, target: Value) -> list[list[Value]]:
-        """Return both terms of each addition that makes a value, perhaps before a norm.
-
-        A branch is computed from the residual stream, so it is made later.
-        """
-        norms = [norm for norm in self._norms() if self.are_equal(self.first(norm.label), target)]
-        sums = [target, *(x for x in map(self._input, norms) if x is not None)]
-        made = {v.label for total in sums for v in self.equals(total) if not v.is_received}
-        additions = [label for label in made if isinstance(label, OperationIdx)]
-        terms = [[v for v in self._digests if v.label == at and v.is_received] for at in additions]
-        return [sorted(pair, key=self._time) for pair in terms if len(pair) == 2]
-
-    def _time(self, value: Value) -> float:
-        """Return when a value was made: what nobody returned is at hand when it is received."""
-        return min(self._made[v.label] - 0.5 * v.is_received for v in self.equals(value))
-
-    def _is_elsewhere(self, value: Value, target: Value) -> bool:
-        """Whether a module outside of the one that makes the target returns a value."""
-        around = self.layer(target)
-        inside = f"{around.layer.name if isinstance(around, Operation) else around.name}."
-        made = [self._reference.layer(v) for v in self.equals(value) if not v.is_received]
-        layers = [layer for layer in made if not isinstance(layer, Operation)]
-        return any(not f"{layer.name}.".startswith(inside) for layer in layers)
-
-    def _norms(self) -> list[Layer]:
-        rows = self._reference.architecture.values()
-        return [row for row in rows if row.executed and "norm" in row.type_name.lower()]
-
-    def _input(self, layer: Layer) -> Value | None:
-        return self.first(layer.label, is_received=True)
-
-    def digest(self, value: Value | None) -> int | None:
-        """Return what equal values share; None for what is no value."""
-        return None if value is None else self._digests.get(value)
-
-
-def names_for(name: str, match: Mapping[str, str]) -> list[str]:
-    """Return the names that a column may mean: those that ``match`` says, then its own."""
-    known = [translated(name, glob, partner) for glob, partner in match.items()]
-    return [*filter(None, known), name]
+    def _is_elsewhere(self, held: str, named: str) -> bool:
+        """Whether a module outside of those that return what is named returns what is held."""
+        inside, names = (
+            [
+                self._rows[v.label].name
+                for v in self._equal[digest]
+                if not v.is_received and not isinstance(v.label, OperationIdx)
+            ]
+            for digest in (named, held)
+        )
+        return not all(name.startswith(tuple(f"{around}." for around in inside)) for name in names)

@@ -273,6 +273,17 @@ def test_numbers_and_rows_that_were_changed(rnet, net, kind, is_tokens):
     }
 
 
+def test_numbers_that_went_through_float8(rnet, net):
+    held = states(net, inputs())
+    twice = {name: value.to(torch.float8_e4m3fn).float() for name, value in held.items()}
+    assert {kind for kind, _ in found(tokens(twice), rnet).values()} == {"rounded twice"}
+    # Only for an embedding, values in bfloat16 are the exact ones, rounded.
+    names = ("model.tokens", *NAMES)
+    low = states(copy.deepcopy(net).bfloat16(), inputs(), names)
+    stored = {name: value.to(torch.float8_e4m3fn) for name, value in low.items()}
+    assert {kind for kind, _ in found(tokens(stored), rnet).values()} == {"as named"}
+
+
 def test_a_constant_that_the_net_returns_is_as_named(rnet):
     class Constant(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -314,6 +325,15 @@ def test_positions_that_are_missing(rnet, net, cut, words):
     blank = value.clone()
     blank[:, :2] = torch.nan
     assert found(tokens({BLOCK: blank}), rnet)[BLOCK] == ("positions missing", BLOCK)
+
+
+@pytest.mark.parametrize("lacking", [[1], [5], [3, 4, 5]])
+def test_samples_without_rows(rnet, net, lacking):
+    value = states(net, inputs())[BLOCK]
+    lengths = [0 if sample in lacking else length for sample, length in enumerate(LENGTHS)]
+    rows = torch.cat([row[:length] for row, length in zip(value, lengths, strict=True)])
+    recording = recording_of_hidden_states({BLOCK: rows}, lengths=lengths)
+    assert found(recording, rnet) == {BLOCK: ("positions missing", BLOCK)}
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -418,6 +438,33 @@ def test_branches_side_by_side_are_branches():
     answers = found(recording_of_hidden_states(columns), recorder, batches=[x])
     assert answers["1"] == ("branch without residual", "1.two")
     assert answers["0"][0] == "residual without branch"
+
+
+def test_the_residual_stream_of_a_last_block_behind_which_nothing_is_done():
+    class PostNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mid, self.mlp = nn.LayerNorm(8), nn.Linear(8, 8)
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.mid(x)
+            return self.norm(x + self.mlp(x))
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.norm = nn.ModuleList([PostNorm(), PostNorm()]), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.layers[1](self.layers[0](x)))
+
+    torch.manual_seed(0)
+    net, x = Stack(), torch.randn(9, 8)
+    middle = net.layers[1].mid(net.layers[0](x)).detach()
+    recorder = Recorder(net, input_size=(1, 8))
+    answers = found(recording_of_hidden_states({"layers.1": middle}), recorder, batches=[x])
+    assert answers == {"layers.1": ("residual without branch", "layers.1.mid")}
 
 
 class InARow(Block):
