@@ -203,7 +203,7 @@ class Checks:
             return None
         waiting, flags.waiting = flags.waiting, []
         origins = (check(self, flags, *rest) for check, *rest in waiting)
-        return next((origin for origin in origins if origin is not None), None)
+        return next(filter(None, origins), None)
 
     def finish(self, flags: Flags) -> Origin | None:
         """Settle the flags of a pass that is over."""
@@ -218,9 +218,15 @@ class Checks:
         if self.is_immediate:
             self.tell(self.settle(flags))
 
-    def late(self) -> Origin | None:
-        """Return what was found in passes that errors have ended, and nobody was told of."""
+    def late(self, error: BaseException | None = None) -> Origin | None:
+        """Return what was found in passes that errors have ended, and nobody was told of.
+
+        Nobody is told of a pass that was interrupted just now.
+        """
         origin = None
+        if not isinstance(error, Exception | None):
+            self.local.flags.close()
+            return None
         # The last pass of this thread first, if it did not come to its end.
         for flags in (self.local.flags, *self._backward.values()):
             is_backward = flags.task in self._backward
@@ -264,26 +270,8 @@ class Checks:
         """Note a gradient that has entered a call."""
         flags.received.setdefault(call, []).append(flag)
 
-    def check_call(
-        self,
-        flags: Flags,
-        call: GuardedCall,
-        returned: Sequence[Flag],
-        code: GuardedCode | None,
-    ) -> Origin | None:
-        """Check what a call has returned, with its own code if that is examined."""
-        origin = self.check(flags, call, "forward", call.received, returned, code)
-        if origin is None and call.around is None:
-            self.check_whole(flags, "forward", returned)
-        return origin
-
     def check_gradient(
-        self,
-        flags: Flags,
-        call: GuardedCall,
-        owner: GuardedCall | None,
-        leaf: Any,
-        flag: Flag,
+        self, flags: Flags, call: GuardedCall, owner: GuardedCall | None, leaf: Any, flag: Flag
     ) -> Origin | None:
         """Check the calls, from one outwards, that a gradient leaves.
 

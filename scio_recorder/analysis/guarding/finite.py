@@ -153,17 +153,16 @@ def _extrema_of(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _extrema(values: Tensor) -> Sequence[Tensor]:
+    if values.requires_grad:
+        # No operation, unlike `detach`.
+        values = values.data
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     size = values.numel()
-    if size >= _SOME and values.is_cpu:
-        values = values.detach()
-        is_finite = size >= _MANY and math.isfinite(values.sum().item())
-        return () if is_finite else torch.aminmax(values, keepdim=True)
-    if values.requires_grad:
-        with torch.no_grad():
-            return (torch.linalg.vector_norm(values, math.inf, keepdim=True),)
-    return (torch.linalg.vector_norm(values, math.inf, keepdim=True),)
+    if size < _SOME or not values.is_cpu:
+        return (torch.linalg.vector_norm(values, math.inf, keepdim=True),)
+    is_finite = size >= _MANY and math.isfinite(values.sum().item())
+    return () if is_finite else torch.aminmax(values, keepdim=True)
 
 
 def count(tensor: Tensor) -> NonFinite:
@@ -293,17 +292,17 @@ class Flags:
         """Read all flags, one transfer for each device and dtype; return if all were finite."""
         unread, self._unread = self._unread, []
         # Tensors of equal shapes are stacked by one operation.
-        alike: dict[Any, list[tuple[Flag, Tensor]]] = {}
+        alike = defaultdict[Any, list[tuple[Flag, Tensor]]](list)
         for entry in unread:
             extremum = entry[1]
-            alike.setdefault((extremum.dtype, extremum.device, extremum.dim()), []).append(entry)
-        together: dict[Any, tuple[list[Flag], list[Tensor]]] = {}
-        for key, group in alike.items():
-            flags, stacked = together.setdefault(key[:2], ([], []))
-            flags += [flag for flag, _ in group]
-            stacked.append(torch.stack([extremum for _, extremum in group]).view(-1))
-        for flags, stacked in together.values():
-            self._are_finite &= _note(flags, torch.cat(stacked))
+            alike[extremum.dtype, extremum.device, extremum.dim()].append(entry)
+        together = defaultdict[Any, tuple[list[Flag], list[Tensor]]](lambda: ([], []))
+        for (dtype, device, _), entries in alike.items():
+            together[dtype, device][0].extend([flag for flag, _ in entries])
+            stacked = torch.stack([extremum for _, extremum in entries])
+            together[dtype, device][1].append(stacked.view(-1))
+        for flags, extrema in together.values():
+            self._are_finite &= _note(flags, torch.cat(extrema))
         return self._are_finite
 
     def forget(self, _: Any = None) -> None:

@@ -160,15 +160,11 @@ def guarded(
         ends = partial(calls.begin), partial(calls.end)
         hooks.add(*[CallHook(one, name, *ends, always=True) for one, name in modules.items()])
         yield Guard(checks)
-    except Exception as error:
-        origin, checks.is_over = checks.late(), True
+    except BaseException as error:
+        origin, checks.is_over = checks.late(error), True
         if origin is None:
             raise
         raise checks.error(origin) from error
-    except BaseException:
-        checks.is_over = True
-        checks.local.flags.close()
-        raise
     finally:
         hooks.remove()
         for wrapper in wrappers:
@@ -237,19 +233,15 @@ class _GuardedCalls:
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the network, and tell what was found in a pass that an error ends."""
-        checks = self.checks
         try:
             return call(*args, **kwargs)
         except BaseException as error:
             if self.innermost(interpreter.frame_around()) is not None:
                 raise
-            if not isinstance(error, Exception):
-                # Nobody is told of a pass that was interrupted.
-                self.local.flags.close()
-            origin = checks.late()
-            if origin is None or not isinstance(error, Exception):
+            origin = self.checks.late(error)
+            if origin is None:
                 raise
-            raise checks.error(origin) from error
+            raise self.checks.error(origin) from error
 
     def _begin_pass(self) -> None:
         """Begin a pass: a call that is part of no other."""
@@ -318,7 +310,10 @@ class _GuardedCalls:
         try:
             if not self.checks.is_over:
                 returned = flags.of((output,), keeps=True)
-                flags.waiting.append((Checks.check_call, call, returned, call.code))
+                check = Checks.check, call, "forward", call.received, returned, call.code
+                flags.waiting.append(check)
+                if call.around is None:
+                    flags.waiting.append((Checks.check_whole, "forward", returned))
                 # What a hook raises is lost if the call has failed.
                 if call.frame is frame:
                     self._examine(call, output, returned)

@@ -55,17 +55,17 @@ def attach(checks: Checks, call: GuardedCall, output: Any) -> None:
         Its output.
     """
     reference, own = weakref.ref(checks), list[Any]()
-    # The nodes of the calls around it.
+    # Those of the calls around it.
     others = [] if call.around is None else [*call.around.nodes]
     for node in call.nodes:
         (own if _owner_of(node, call) is call else others).append(node)
     for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
         base = None if tensor.grad_fn is None else private.base_of(tensor)
         for end in (tensor,) if base is None else (tensor, base):
-            if end.grad_fn is not None and _owner_of(end.grad_fn, call) is call:
-                enter = partial(_enter, reference, call, end.output_nr, end is base)
-                end.grad_fn.register_prehook(enter)
-                own.append(end.grad_fn)
+            node = end.grad_fn
+            if node is not None and _owner_of(node, call) is call:
+                node.register_prehook(partial(_enter, reference, call, end.output_nr, end is base))
+                own.append(node)
     # The list grows meanwhile.
     for node in own:
         if reference in node.metadata:
@@ -73,13 +73,15 @@ def attach(checks: Checks, call: GuardedCall, output: Any) -> None:
         node.metadata[reference] = True
         exits: dict[int, _Exit] = {}
         for edge, (target, _) in enumerate(node.next_functions):
-            owner = None if target is None else _owner_of(target, call)
+            if target is None:
+                continue
+            owner = _owner_of(target, call)
             if owner is call:
                 own.append(target)
-            elif target is not None:
-                exits[edge] = owner, target if private.place_of(target) >= _LEAF else None
-                if owner is not None and reference not in target.metadata:
-                    others.append(target)
+                continue
+            exits[edge] = owner, target if private.place_of(target) >= _LEAF else None
+            if owner is not None and reference not in target.metadata:
+                others.append(target)
         if exits:
             node.register_hook(partial(_leave, reference, call, exits))
     if call.around is not None:

@@ -63,6 +63,13 @@ def test_a_sum_that_overflows_is_no_infinity(largest: float, number: int) -> Non
     assert are_finite([torch.full((9000,), largest, dtype=dtype)])
 
 
+def without_memory(num_bytes: int) -> Tensor:
+    """Return a view behind the start of a memory that was cut."""
+    view = torch.full((8,), NAN)[4:]
+    view.untyped_storage().resize_(num_bytes)
+    return view
+
+
 def kinds_of_tensors() -> dict[str, tuple[Any, bool]]:
     bad = torch.tensor([[1.0, NAN], [0.0, 2.0]])
     return {
@@ -77,6 +84,9 @@ def kinds_of_tensors() -> dict[str, tuple[Any, bool]]:
         "scalar": (torch.tensor(INF), True),
         "conjugate": (torch.tensor([complex(1, INF)]).conj(), True),
         "awaited": (AsyncCollectiveTensor(bad), True),
+        "freed": (without_memory(0), False),
+        "cut": (without_memory(28), False),
+        "with a gradient": (bad.clone().requires_grad_() * 1, True),
     }
 
 
