@@ -73,7 +73,9 @@ class _RecordingMode(LibraryMode):
     def __init__(self, site: Any, current: Any = None) -> None:
         self.hooks = _Functions()
         self._site = site
-        self._pass = current
+        # Not the pass itself, which holds this mode.
+        self._setting = None if current is None else current.setting
+        self._inputs = [] if current is None else current.inputs
         # When a region runs again, only post-processors act, perhaps on inputs.
         self._sees_inputs = current is None or current.sees_inputs
         self._noted = {} if current is None else current.noted
@@ -124,7 +126,7 @@ class _RecordingMode(LibraryMode):
             return _take_inputs(hook, func, args, kwargs, self._changed)
         output = func(*args, **kwargs)
         if position is not None:
-            self._pass.inputs.append((position, Inputs(args, kwargs), versions))
+            self._inputs.append((position, Inputs(args, kwargs), versions))
         if returns_tensors(output):
             hook.after(None, args, output)
         return output
@@ -132,8 +134,8 @@ class _RecordingMode(LibraryMode):
     def _is_unseen(self) -> bool:
         """Whether the caller is inside a function that others have compiled, or in a transform."""
         if private.is_in_compiled_function((run_in_mode.__code__,)):
-            if self._pass is not None:
-                self._pass.setting.calls_compiled = True
+            if self._setting is not None:
+                self._setting.calls_compiled = True
             return True
         # Where calls are counted, a call too many shows.
         return self._site.skips_transforms and private.transform_around() is not None

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from scio_recorder import FlowError, LayerNotFoundError, PostprocessorError, Recorder
 from scio_recorder.postprocessors import OnInput
 from scio_recorder.tensors import private
+from tests.garbage import garbage_left
 from tests.harness import (
     attribute_names,
     hook_state,
@@ -406,6 +407,16 @@ def test_a_pass_that_fails_leaves_nothing() -> None:
     gc.collect()
     assert held() is None
     assert (hook_state(net), attribute_names(net)) == before
+
+
+@pytest.mark.parametrize("options", [{}, {"inputs": True}])
+def test_passes_leave_nothing_that_only_garbage_collection_ends(options: dict[str, bool]) -> None:
+    rnet = wrap(Body(), "*/*", "*", **options)
+    for _ in range(3):
+        rnet(X)
+    with garbage_left():
+        rnet(X)
+        assert gc.collect() == 0
 
 
 def test_copies_and_files() -> None:
