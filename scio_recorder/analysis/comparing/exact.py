@@ -133,19 +133,25 @@ def rounded(tensor: Tensor, partner: Tensor | None, dtype: torch.dtype) -> Tenso
     return tensor.to(partner.dtype if known and partner is not None else dtype)
 
 
-def moved(tensor: Tensor, partner: Tensor | None, dtype: torch.dtype) -> Tensor:
+def moved(
+    tensor: Tensor, partner: Tensor | None, dtype: torch.dtype, reference_dtype: torch.dtype
+) -> Tensor:
     """Return a tensor in a dtype, moved at random within half a unit in its last place.
 
     The unit is that of the narrower dtype if the reference's tensor of that name has another. One
     that equals that, once rounded, stays as it is, and so does one that is not narrower than the
-    dtype.
+    dtype. If none has its name, as in a fused projection, the reference's numbers are taken to be
+    these, rounded to its dtype.
     """
-    exact, dtypes = tensor.to(dtype), [tensor.dtype]
+    exact, dtypes, as_rounded = tensor.to(dtype), [tensor.dtype], None
     if partner is not None and _is_number(partner):
         as_rounded = partner.detach().to(tensor.device, tensor.dtype)
-        if torch.equal(as_rounded, tensor):
-            return exact
         dtypes.append(partner.dtype)
+    elif reference_dtype.itemsize < tensor.itemsize:
+        as_rounded = tensor.to(reference_dtype).to(tensor.dtype)
+        dtypes.append(reference_dtype)
+    if as_rounded is not None and torch.equal(as_rounded, tensor):
+        return exact
     epsilon = max(torch.finfo(kind).eps for kind in dtypes)
     if epsilon <= torch.finfo(dtype).eps:
         return exact

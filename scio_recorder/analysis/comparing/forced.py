@@ -34,6 +34,7 @@ from scio_recorder.tensors import Copies, fold, is_out_of_memory, is_plain, memo
 Place: TypeAlias = tuple[Any, ...]
 # The relative distance from which rows may be others.
 _UNLIKE = 0.2
+_REORDERED = "the candidate hands it rows in another order: the layer around it was judged with it"
 # The labels of each paired module's calls, in their order; None for a call without a partner.
 CallLabels: TypeAlias = Mapping[nn.Module, Sequence[RowIdx | None]]
 
@@ -263,10 +264,9 @@ class ForcedPass(PairedCalls):
     made : dict
         Copies of what the calls made, as far as it has a partner.
     failed : dict
-        The errors of calls that raise on the reference's inputs, and other reasons why what a call
-        returned can't be compared.
-    reordered : set of RowIdx
-        The calls that ran on the network's own inputs, since these are in another order.
+        The errors of calls that raise on the reference's inputs.
+    unpaired : dict
+        Why what other calls receive or return can't be compared: these run as the code around them.
     handings : list of Handing
         Who handed on what the reference does not hand on.
     """
@@ -276,7 +276,7 @@ class ForcedPass(PairedCalls):
         self._reference = reference
         self.made: dict[Slot, Tensor] = {}
         self.failed: dict[RowIdx, str] = {}
-        self.reordered: set[RowIdx] = set()
+        self.unpaired: dict[RowIdx, str] = {}
         self.handings: list[Handing] = []
         self._copies = Copies()
         # The calls that run now; memories by number, and tensors that keep these.
@@ -294,7 +294,7 @@ class ForcedPass(PairedCalls):
         own = places(Inputs(args, kwargs).named(module))
         if _are_reordered(own, known.received):
             # What the owner returns shows whether that is right.
-            self.reordered.add(label)
+            self.unpaired[label] = _REORDERED
             return call(*args, **kwargs)
         forced = self._force_inputs(label, known, own)
         # Some may be written to.
@@ -328,7 +328,7 @@ class ForcedPass(PairedCalls):
             if at in pairs:
                 if self._around:
                     self._make(self._around[-1], label, pairs[at], tensor)
-                value = _like(tensor, known.received[pairs[at]])
+                value = like(tensor, known.received[pairs[at]])
                 forced.setdefault(id(tensor), (tensor, value))
             elif isinstance(tensor, Tensor) and self._around:
                 self._alive.append(tensor)
@@ -344,12 +344,12 @@ class ForcedPass(PairedCalls):
         pairs = paired_places(own, known.returned)
         reason = _why_unpaired(own, known.returned, pairs)
         if reason is not None:
-            self.failed[label] = reason
+            self.unpaired[label] = reason
         new: dict[int, Tensor] = {}
         for at, to in pairs.items():
             tensor = own[at]
             self._make(label, None, to, tensor)
-            value = _like(tensor, known.returned[to])
+            value = like(tensor, known.returned[to])
             # Who works in place returns what it was given.
             given = own_inputs.get(id(tensor))
             new.setdefault(id(tensor), value if given is None else given.copy_(value))
@@ -388,7 +388,7 @@ def _is_reordered(tensor: Tensor, value: Tensor) -> bool:
     return bool(apart > _UNLIKE * torch.linalg.vector_norm(other) and in_order < apart / 10)
 
 
-def _like(tensor: Tensor, value: Tensor) -> Tensor:
+def like(tensor: Tensor, value: Tensor) -> Tensor:
     """Return a copy of the reference's value with the dtype and strides of the network's own.
 
     Numbers that are too large for the dtype become its largest: who made them is to blame.

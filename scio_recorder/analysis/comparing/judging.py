@@ -6,7 +6,8 @@ All figures are norms of differences over the norm of what the reference made, f
 a call makes in forced passes, over all blocks. There are two tests, and the larger score counts.
 
 *Native*: the error E of the candidate as it is, against the rounding A of the reference, cast to
-the candidate's dtypes or in its own, or W if that is more: ``E / (4 A + 1.2e-4)``.
+the candidate's dtypes or in its own, or of what it made in the dtype of the candidate's tensor, or
+W if that is more: ``E / (4 A + 1.2e-4)``.
 
 *Exact*: the distance D of the candidate's exact copy from the reference's, or from what the
 reference returned if that is nearer. Only other weights can explain it by rounding, so the control
@@ -39,8 +40,8 @@ from scio_recorder.analysis.comparing.matching import Pair
 from scio_recorder.analysis.comparing.measures import Figures
 from scio_recorder.layer import Layer, RowIdx
 
-# E, A twice, D twice, W and Q.
-Kind: TypeAlias = Literal["error", "cast", "rounding", "apart", "excess", "moved", "low"]
+# E, A three times, D twice, W and Q.
+Kind: TypeAlias = Literal["error", "cast", "rounding", "held", "apart", "excess", "moved", "low"]
 SlotFigures: TypeAlias = dict[Kind, Figures]
 
 _NATIVE_FACTOR, _NATIVE_FLOOR = 4.0, 1.2e-4
@@ -106,7 +107,7 @@ def _local_error(layer: Layer, slot: Slot, known: SlotFigures, epsilon: float) -
     known_rounding = -_least(-relative("cast"), -relative("rounding"))
     # Without any copy of the reference, there is only what its numbers can hold.
     known_rounding = epsilon if math.isnan(known_rounding) else known_rounding
-    rounding = -_least(-known_rounding, -relative("moved"))
+    rounding = -_least(-known_rounding, -relative("moved"), -relative("held"))
     native = _quotient(error, _NATIVE_FACTOR * rounding + _NATIVE_FLOOR)
     low = relative("low")
     control = math.hypot(relative("moved"), 0.0 if math.isnan(low) else low)

@@ -44,6 +44,7 @@ from scio_recorder.analysis.comparing.forced import (
     NotingPass,
     ReferenceCall,
     Slot,
+    like,
     places,
 )
 from scio_recorder.analysis.comparing.judging import Kind, SlotFigures, judged
@@ -82,7 +83,6 @@ _MASKED = -1e4
 # Operations of exact copies differ beyond it; of so many faults they are looked for.
 _EXACT, _TRACED = 1e-4, 8
 _UNTRACED = OperationPair(None, None, f"it is looked for in the {_TRACED} surest faults alone")
-_REORDERED = "the candidate hands it rows in another order: the layer around it was judged with it"
 _ALONE = "it has no partner: the layer around it was judged with it"
 _T = TypeVar("_T")
 _Made = Mapping[Slot, Tensor]
@@ -120,6 +120,9 @@ class LocalComparison:
         self._own_labels: dict[RowIdx, RowIdx] = {x: x for x in self._labels.values()}
         self._dtype = main_dtype(self._candidate.net)
         self._exact = exact_dtype(self._dtype)
+        self._reference_dtype = self._dtype
+        if isinstance(reference, NetworkSide):
+            self._reference_dtype = main_dtype(reference.net)
         modules = [(pair.reference.module, pair.partner.module) for pair in self._equal]
         both = [(own, other) for own, other in modules if own is not None and other is not None]
         self._of_candidate = partners(both)
@@ -131,7 +134,9 @@ class LocalComparison:
         # Where texts are no padding, if a mask among the inputs says so.
         self._is_real: Tensor | None = None
         self._figures: dict[Slot, SlotFigures] = defaultdict(dict)
+        # Why calls have failed, and why others are no calls with a partner.
         self._failed: dict[RowIdx, str] = {}
+        self._unpaired: dict[RowIdx, str] = {}
         self._handings: set[Handing] = set()
         self._finds_operations = finds_operations
         self._operations: dict[RowIdx, OperationPair] = {}
@@ -168,9 +173,11 @@ class LocalComparison:
         with contextlib.ExitStack() as stack:
             for side in sides:
                 stack.enter_context(untouched(side.net))
-            for state in states:
-                state.put_back()
-            native = self._native(block)
+            native = None
+            while native is None:
+                for state in states:
+                    state.put_back()
+                native = self._native(block)
             for state in states:
                 state.put_back()
             self._judge(block, native)
@@ -178,8 +185,10 @@ class LocalComparison:
                 self._trace(block)
         self._calls = {}
 
-    def _native(self, block: SampleBlock) -> _Made:
-        """Run the candidate as it is."""
+    def _native(self, block: SampleBlock) -> _Made | None:
+        """Run the candidate as it is; None if calls turn out to belong to the code around them."""
+        # They do in all copies as well.
+        self._calls = {at: x for at, x in self._calls.items() if at not in self._unpaired}
         forced = ForcedPass(_call_labels(self._candidate, self._labels), self._calls)
         args, kwargs = self._candidate.inputs_for(block)
         # All passes draw the same random numbers.
@@ -188,11 +197,16 @@ class LocalComparison:
         self._is_real = _real_positions(named.get("attention_mask"))
         with forced.around():
             self._candidate.net(*args, **kwargs)
-        self._failed |= forced.failed | dict.fromkeys(forced.reordered, _REORDERED)
-        # They belong to the code around them in all copies as well.
-        self._calls = {at: x for at, x in self._calls.items() if at not in forced.reordered}
+        self._unpaired |= forced.unpaired
+        if forced.unpaired:
+            return None
+        self._failed |= forced.failed
         self._handings |= {*forced.handings}
-        self._measure("error", self._values(forced.made), forced.made, block)
+        values = self._values(forced.made)
+        self._measure("error", values, forced.made, block)
+        # The reference may keep in a wider dtype what the candidate only hands on.
+        held = {at: like(x, values[at]) for at, x in forced.made.items() if not at.is_whole}
+        self._measure("held", values, held, block)
         return forced.made
 
     def _judge(self, block: SampleBlock, native: _Made) -> None:
@@ -234,7 +248,10 @@ class LocalComparison:
                 run, exact = partial(self._run_copy, block), self._exact
                 _, own = run(self._reference, self._exactly_cast, exact, layer)
                 _, other = run(self._candidate, self._exactly, exact, partner)
-                first = forced_operations(own, other, _differ_in_norm)
+                # Buffers and fused weights may be rounded in ways of their own.
+                rounding = torch.finfo(self._dtype).eps / 4
+                beyond = max(_EXACT, min(rounding, fault.error / 10))
+                first = forced_operations(own, other, partial(_differ_in_norm, beyond))
                 self._operations[layer.label] = first._replace(
                     own=first.own or _only_operation(own)
                 )
@@ -249,7 +266,8 @@ class LocalComparison:
         return tensor.to(self._exact)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        return moved(tensor, self._of_reference.get(id(tensor)), self._exact)
+        partner = self._of_reference.get(id(tensor))
+        return moved(tensor, partner, self._exact, self._reference_dtype)
 
     def _run_copy(
         self,
@@ -330,9 +348,10 @@ class LocalComparison:
         reasons: dict[RowIdx, str | None] = {x.reference.label: x.error for x in self._pairs}
         wanted = self._reference.recorded or self._reference.labels
         unjudged: dict[RowIdx, str] = {}
+        known = self._failed | self._unpaired
         for label in self._reference.architecture.in_order({*wanted, *reasons}):
             if label not in errors and not isinstance(label, OperationIdx):
-                why = reasons.get(label, _ALONE) or self._failed.get(label) or self._nothing
+                why = reasons.get(label, _ALONE) or known.get(label) or self._nothing
                 unjudged[label] = why
         if not errors:
             said = "; ".join(dict.fromkeys(unjudged.values()))
@@ -402,15 +421,15 @@ def _only_operation(steps: Steps) -> Operation | None:
     return rows[0] if len(rows) == 1 else None
 
 
-def _differ_in_norm(own: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors differ by more than exact arithmetic explains."""
+def _differ_in_norm(beyond: float, own: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors differ by more than a share of their norm."""
     if own is None or other is None:
         return True
     pairs = paired_outputs(parts_of(own), parts_of(other))
     if isinstance(pairs, str):
         return True
     measured = measure_all([_comparable(*pair) for pair in pairs], Tolerance())
-    return any(figures.relative_error > _EXACT for figures in measured)
+    return any(figures.relative_error > beyond for figures in measured)
 
 
 def _real_positions(mask: object) -> Tensor | None:

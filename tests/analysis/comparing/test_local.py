@@ -376,6 +376,106 @@ def test_a_fused_projection_belongs_to_the_layer_around_it() -> None:
     assert names(judged(net, port, IDS)) == ["blocks.1.attention"]
 
 
+def test_fused_weights_are_those_of_the_reference_before_these_were_rounded() -> None:
+    net = transformer()
+    port = fused(net)
+    reference = copy.deepcopy(net).bfloat16()
+    assert judged(reference, port, IDS).faults == ()
+    port.blocks[1].attention.qkv.weight.data[16:32] *= 1.1
+    assert names(judged(reference, port, IDS)) == ["blocks.1.attention"]
+    # Loaded from the rounded ones, they explain nothing.
+    ports = [fused(net), fused(copy.deepcopy(reference).float())]
+    for port in ports:
+        port.blocks[1].attention.scaling *= 1.002
+    found = [names(judged(reference, port, IDS)) for port in ports]
+    assert found == [[], ["blocks.1.attention"]]
+
+
+class Turned(nn.Module):
+    """Makes an angle once for all blocks, in float32 or in the dtype of what it receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Turning() for _ in range(2))
+        self.is_wide, self.base = True, 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[1]) / self.base
+        angle = angle.cos() if self.is_wide else angle.cos().to(x.dtype)
+        for block in self.blocks:
+            x = block(x, angle)
+        return x
+
+
+class Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.ModuleList([nn.Linear(8, 8), Multiply()])
+
+    def forward(self, x: Tensor, angle: Tensor) -> Tensor:
+        turned: Tensor = self.own[1](self.own[0](x), angle)
+        return turned
+
+
+class Multiply(nn.Module):
+    def forward(self, x: Tensor, angle: Tensor) -> Tensor:
+        return x + (x * angle[:, None]).to(x.dtype)
+
+
+def test_who_hands_on_what_another_layer_has_rounded_is_no_fault() -> None:
+    """The blocks receive in bfloat16 what the reference keeps in float32 in any dtype."""
+    torch.manual_seed(0)
+    net = Turned()
+    port = copy.deepcopy(net).bfloat16()
+    port.is_wide = False
+    x = torch.randn(2, 6, 8)
+    assert judged(net, port, x).faults == ()
+    port.base = 3.5
+    assert names(judged(net, port, x)) == [""]
+
+
+class Normed(FlashAttention):
+    """Norms queries and keys after their projections, before or behind the turn of axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms, self.is_early = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8)]), True
+        self.renamed: nn.ModuleList | None = None
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        query, key = (
+            norm(project(x).unflatten(-1, (2, -1))).transpose(1, 2)
+            if self.is_early
+            else norm(self.split(project(x)))
+            for norm, project in zip(
+                self.norms, self.renamed or (self.q_proj, self.k_proj), strict=True
+            )
+        )
+        return [query, key, self.split(self.v_proj(x))]
+
+
+def test_layers_of_other_shapes_belong_to_the_code_around_them() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Normed(), nn.Linear(16, 16)).eval()
+    port = copy.deepcopy(net).bfloat16()
+    port[0].is_early, port[0].renamed = False, nn.ModuleList([port[0].q_proj, port[0].k_proj])
+    del port[0].q_proj, port[0].k_proj
+    x = torch.randn(2, 6, 16)
+    difference = judged(net, port, x, x + 1)
+    assert difference.faults == ()
+    assert (
+        "it returns (2, 6, 2, 8) in the reference and (2, 2, 6, 8)"
+        in difference.unjudged["0.norms.0"]
+    )
+    port[0].scaling *= 1.5
+    fault = judged(net, port, x, operations=True).faults[0]
+    assert fault.operation is not None
+    assert fault.operation.name == "0/scaled_dot_product_attention:0"
+    port[0].scaling = net[0].scaling
+    port[0].norms[1].weight.data[2] *= 1.5
+    assert names(judged(net, port, x)) == ["0"]
+
+
 class ByHand(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x * 1.7).sigmoid() * x
