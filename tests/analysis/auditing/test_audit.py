@@ -148,11 +148,13 @@ def test_honest_columns_are_as_named(rnet, net, dtype, side):
 
 
 def test_what_another_precision_computed_may_be_stored_wider_or_narrower(rnet, net):
-    low = states(copy.deepcopy(net).bfloat16(), inputs())
+    # Of an embedding, values in bfloat16 are the exact ones, rounded once.
+    low = states(copy.deepcopy(net).bfloat16(), inputs(), ("model.tokens", *NAMES))
     high = states(net, inputs())
     wider = {name: value.float() for name, value in low.items()}
     narrower = {name: value.to(torch.float8_e4m3fn) for name, value in high.items()}
-    for held in (wider, narrower, {name: value.half() for name, value in high.items()}):
+    float8 = {name: value.to(torch.float8_e4m3fn) for name, value in low.items()}
+    for held in (wider, narrower, float8, {name: value.half() for name, value in high.items()}):
         assert {kind for kind, _ in found(tokens(held), rnet).values()} == {"as named"}
 
 
@@ -178,8 +180,9 @@ def test_a_net_in_bfloat16_is_a_reference_for_itself_and_for_float32(net):
 )
 def test_names_are_exact_or_endings_or_matched(rnet, net, name, means, match):
     held = states(net, inputs())
-    answers = found(tokens({name: held[means]}), rnet, match=match)
-    assert answers == {name: ("as named", means)}
+    findings = tokens({name: held[means]}).audit(rnet, inputs(), match=match)
+    [finding] = findings.values()
+    assert (finding.kind, finding.layer.name, finding.words) == ("as named", means, "")
 
 
 def test_numbers_of_vllm_are_what_a_block_receives(rnet, net):
@@ -277,11 +280,6 @@ def test_numbers_that_went_through_float8(rnet, net):
     held = states(net, inputs())
     twice = {name: value.to(torch.float8_e4m3fn).float() for name, value in held.items()}
     assert {kind for kind, _ in found(tokens(twice), rnet).values()} == {"rounded twice"}
-    # Only for an embedding, values in bfloat16 are the exact ones, rounded.
-    names = ("model.tokens", *NAMES)
-    low = states(copy.deepcopy(net).bfloat16(), inputs(), names)
-    stored = {name: value.to(torch.float8_e4m3fn) for name, value in low.items()}
-    assert {kind for kind, _ in found(tokens(stored), rnet).values()} == {"as named"}
 
 
 def test_a_constant_that_the_net_returns_is_as_named(rnet):
