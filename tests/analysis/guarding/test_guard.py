@@ -750,6 +750,20 @@ def test_a_call_that_is_broken_off_in_a_pass_stays_open_in_none() -> None:
     assert (guard.num_passes, guard.num_passed_on) == (2, 1)
 
 
+def test_a_part_that_is_broken_off_holds_no_later_call() -> None:
+    def fails(x: Tensor) -> Tensor:
+        if len(x) > 1:
+            raise Breaks
+        return x
+
+    net = nn.Sequential(Do(fails), Do(torch.sin))
+    with recorder(net).guard(action="record") as guard:
+        with pytest.raises(Breaks):
+            net[0](X)
+        net[1](X * NAN)
+    assert (guard.num_passes, guard.num_passed_on) == (2, 1)
+
+
 def test_a_pass_that_is_broken_off_is_not_held() -> None:
     def fails(x: Tensor) -> Tensor:
         if len(x) > 1:
