@@ -42,12 +42,6 @@ from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
 from scio_recorder.tensors.copies import twin
 from scio_recorder.tensors.ownership import plain_version
-from scio_recorder.tensors.private import (
-    enter_function_mode,
-    function_mode_at,
-    leave_function_mode,
-    num_function_modes,
-)
 from scio_recorder.tensors.structures import flatten, tensors
 
 
@@ -205,16 +199,16 @@ class RunningCode(threading.local):
 
     def run_outside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a module outside of the mode, as `run_in_mode` does: what own code calls most."""
-        mode, count = self.own_code, num_function_modes()
-        if mode is None or not count or function_mode_at(count - 1) is not mode:
+        mode, count = self.own_code, private.num_function_modes()
+        if mode is None or not count or private.function_mode_at(count - 1) is not mode:
             return run_in_mode(self, None, call, args, kwargs)
         try:
             self.own_code = None
-            leave_function_mode()
+            private.leave_function_mode()
             return call(*args, **kwargs)
         finally:
-            if num_function_modes() == count - 1:
-                enter_function_mode(mode)
+            if private.num_function_modes() == count - 1:
+                private.enter_function_mode(mode)
             else:
                 private.replace_function_mode(None, mode)
             self.own_code = mode

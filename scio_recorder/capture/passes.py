@@ -87,13 +87,13 @@ class KeptCalls:
 
     def others(self, are_kept: bool) -> tuple[Records, AttentionRecords]:
         """Return the records of inputs and of attention; empty ones if a sink was given them."""
-        architecture, options = self._program.architecture, self._program.options
-        inputs = self._inputs if are_kept and options.inputs else dict
-        attention = self._attention if are_kept else dict
-        return (
-            Records(architecture, inputs, "input"),
-            AttentionRecords(architecture, attention, "attention"),
-        )
+        program = self._program
+        inputs, attention = program.no_records
+        if are_kept and program.options.inputs:
+            inputs = Records(program.architecture, self._inputs, "input")
+        if are_kept and program.attention:
+            attention = AttentionRecords(program.architecture, self._attention, "attention")
+        return inputs, attention
 
     def _inputs(self) -> Entries:
         return self._shown(self._entries[1])

@@ -23,9 +23,9 @@ from scio_recorder.layer import (
     text_of,
 )
 from scio_recorder.nets.architecture import Architecture
-from scio_recorder.nets.attention import find_attention
+from scio_recorder.nets.attention import AttentionRecords, find_attention
 from scio_recorder.nets.hookable import takes_hooks
-from scio_recorder.nets.records import Inputs
+from scio_recorder.nets.records import Inputs, Records
 from scio_recorder.tensors import private
 
 CopyPolicy = Literal["auto", "always", "never"]
@@ -203,6 +203,12 @@ class Program:
                 self.order.append(label)
                 for key in (label, text_of(label), self.architecture[label].name):
                     self.keys[key] = (*self.keys.get(key, ()), label)
+
+    @cached_property
+    def no_records(self) -> tuple[Records, AttentionRecords]:
+        """What a pass leaves of inputs and of attention that are not recorded."""
+        inputs = Records(self.architecture, what="input")
+        return inputs, AttentionRecords(self.architecture, what="attention")
 
     @cached_property
     def names(self) -> dict[int, str]:
