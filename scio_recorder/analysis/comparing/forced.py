@@ -264,9 +264,10 @@ class ForcedPass(PairedCalls):
     made : dict
         Copies of what the calls made, as far as it has a partner.
     failed : dict
-        The errors of calls that raise on the reference's inputs.
+        The errors of calls that raise on the reference's inputs, and why what others return can't
+        be compared.
     unpaired : dict
-        Why what other calls receive or return can't be compared: these run as the code around them.
+        Why what calls receive can't be compared either: these belong to the code around them.
     handings : list of Handing
         Who handed on what the reference does not hand on.
     """
@@ -344,7 +345,8 @@ class ForcedPass(PairedCalls):
         pairs = paired_places(own, known.returned)
         reason = _why_unpaired(own, known.returned, pairs)
         if reason is not None:
-            self.unpaired[label] = reason
+            # One that works on what the reference's received still makes what it hands on.
+            (self.failed if own_inputs else self.unpaired)[label] = reason
         new: dict[int, Tensor] = {}
         for at, to in pairs.items():
             tensor = own[at]

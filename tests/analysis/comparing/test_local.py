@@ -476,6 +476,40 @@ def test_layers_of_other_shapes_belong_to_the_code_around_them() -> None:
     assert names(judged(net, port, x)) == ["0"]
 
 
+class Body(nn.Module):
+    """Hands a shifted input to a layer, and returns what the head makes of it, or leaves that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.shift, self.has_head = 1.0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x + self.shift)
+        return self.head(x) if self.has_head else x
+
+
+class WithHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        return x if self.body.has_head else self.body.head(x)
+
+
+def test_a_layer_that_returns_something_else_still_makes_what_it_hands_on() -> None:
+    torch.manual_seed(0)
+    net = WithHead()
+    port = copy.deepcopy(net).bfloat16()
+    port.body.has_head = True
+    x = torch.randn(4, 8)
+    assert judged(net, port, x).faults == ()
+    port.body.shift = 1.5
+    assert names(judged(net, port, x)) == ["body"]
+
+
 class ByHand(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x * 1.7).sigmoid() * x
