@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import random
 from collections.abc import Generator, Iterator
@@ -25,9 +24,6 @@ settings.load_profile("tests")
 torch.set_num_threads(1)
 
 
-_FILES = itertools.count()
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
     """Look for examples in the docstrings of the package only: tests have none."""
@@ -39,7 +35,10 @@ def _known_state() -> Iterator[None]:
     """Seeds are known before each test, and modes are those of a fresh process after it."""
     random.seed(0)
     np.random.seed(0)  # the global generator is the one that nets draw from
-    torch.manual_seed(0)
+    # For a device that is not in use yet, `torch.manual_seed` would keep the stack of each call.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
     yield
     left = not torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     torch.set_grad_enabled(True)
@@ -47,12 +46,24 @@ def _known_state() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _few_objects_to_collect() -> None:
+def _few_objects_to_collect() -> Iterator[None]:
     """Leave what was there before out of collections, which many tests ask for, and wait for."""
-    if next(_FILES) % 8 == 7:
-        gc.unfreeze()
-        gc.collect()
     gc.freeze()
+    yield
+    gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _unsynced() -> Iterator[None]:
+    """Leave out the wait for the disk, which takes minutes in all where others use it too.
+
+    No test can pull the plug: those of power loss keep track of what was synced themselves.
+    """
+    from scio_recorder.stores.disk_format import folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+        yield
 
 
 @pytest.fixture
