@@ -412,16 +412,31 @@ def interrupted(arguments, *, path=None, by=signal.SIGINT):
     return process.returncode, said
 
 
-def test_interrupted_says_how_to_go_on(tmp_path):
-    (tmp_path / "slow_nets.py").write_text(SLOW)
-    arguments = ["collect", "slow_nets:net", "--input-size", "1,4", "--data", "slow_nets:loader"]
-    arguments += ["--layers", "0-1", "--out", "run"]
-    status, said = interrupted(arguments)
-    assert status == 130
+def collecting_from(module):
+    arguments = ["collect", f"{module}:net", "--input-size", "1,4", "--data", f"{module}:loader"]
+    return [*arguments, "--layers", "0-1", "--out", "run"]
+
+
+def assert_says_how_to_go_on(said):
     last = said.splitlines()[-1]
     assert last == "scio-recorder: interrupted; 6 samples are durable, --resume goes on after them"
     assert "Traceback" not in said
     assert open_recording("run").num_samples == 6
+
+
+def test_interrupted_says_how_to_go_on(tmp_path, capsys):
+    text = SLOW.replace("time.sleep(60)", "raise KeyboardInterrupt")
+    (tmp_path / "interrupted_nets.py").write_text(text)
+    assert main(collecting_from("interrupted_nets")) == 130
+    assert_says_how_to_go_on(capsys.readouterr().err)
+
+
+@pytest.mark.campaign
+def test_interrupted_by_a_signal_says_how_to_go_on(tmp_path):
+    (tmp_path / "slow_nets.py").write_text(SLOW)
+    status, said = interrupted(collecting_from("slow_nets"))
+    assert status == 130
+    assert_says_how_to_go_on(said)
 
 
 @pytest.mark.parametrize(

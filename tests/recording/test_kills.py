@@ -28,7 +28,6 @@ from scio_recorder.reductions import Fold
 from scio_recorder.stores import Disk
 from scio_recorder.stores import Job as StoreJob
 from scio_recorder.stores.disk import DiskWriter
-from scio_recorder.stores.disk_format import folder as system
 from scio_recorder.stores.files import RunWriter
 from scio_recorder.stores.kept_inputs import pack
 from tests.recording.campaign import Job
@@ -38,12 +37,6 @@ from tests.stores.disk_format.test_faults import failing, problem_of
 
 FULL = os.environ.get("SCIO_RECORDER_FULL_CAMPAIGN", "0") != "0"
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def unsynced(monkeypatch) -> None:
-    # No power is lost here, and waiting for the disk would take minutes.
-    monkeypatch.setattr(system, "fsync", lambda descriptor: os.fstat(descriptor) and None)
 
 
 @pytest.mark.campaign

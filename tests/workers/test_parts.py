@@ -46,12 +46,6 @@ NUM_PARTS = len(SIZES)
 IDS = [f"{part}-{i}" for part in range(NUM_PARTS) for i in range(sum(SIZES[part]))]
 
 
-@pytest.fixture(autouse=True)
-def unsynced(monkeypatch) -> None:
-    # No power is lost here, and waiting for the disk would take minutes.
-    monkeypatch.setattr(system, "fsync", lambda descriptor: os.fstat(descriptor) and None)
-
-
 def data_of(part: int) -> list[tuple[torch.Tensor, list[str]]]:
     return named_batches(part, SIZES[part])
 
