@@ -132,7 +132,14 @@ def test_lines_are_those_of_the_fault(benchmark: Callable[[str], ModuleType]) ->
     assert linear in lines("BERT", "transposed", "pooler.dense")
 
 
-@pytest.mark.parametrize("index", range(10))
+# A language model of experts, one of convolutions, and our own, with all kinds of layers.
+QUICK = (4, 8, 9)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(i, marks=[pytest.mark.campaign] * (i not in QUICK)) for i in range(10)],
+)
 def test_a_clean_port_computes_the_same_but_for_rounding(
     benchmark: Callable[[str], ModuleType], index: int
 ) -> None:
@@ -179,6 +186,7 @@ def test_a_tolerance_is_fixed_on_other_networks_and_kinds(
     assert named == [["noise"], ["noise"], [], []]
 
 
+@pytest.mark.campaign
 def test_ports_are_judged_and_counted(
     benchmark: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
