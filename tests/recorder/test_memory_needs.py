@@ -112,7 +112,7 @@ def test_local_errors_take_large_weights_one_at_a_time(monkeypatch: pytest.Monke
     assert peak(step) > LAYERS * of_one
     # As if the network took more than 1 GiB.
     monkeypatch.setattr(untouched, "CLONED_BYTES", 1 << 20)
-    assert peak(step) < 5 * of_one  # with what moving one at random takes
+    assert peak(step) < 6 * of_one  # with what moving one at random takes, most with torch 2.8
     whole, in_turn = ({at: vars(x) for at, x in each.local.items()} for each in found)
     assert whole == in_turn
     assert [fault.layer.name for fault in found[1].faults] == ["3"]
