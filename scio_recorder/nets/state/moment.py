@@ -298,7 +298,9 @@ def same_samples(left: dict[Any, Tensor], right: dict[Any, Tensor]) -> bool:
 
 def _autocast_state() -> list[Any]:
     caches = torch.is_autocast_cache_enabled()
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    # To ask whether there is a GPU takes long, and leaves garbage where there is none.
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's own
+    kinds = ["cpu", *(["cuda"] if uses_cuda else [])]
     return [
         [kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), caches]
         for kind in kinds
