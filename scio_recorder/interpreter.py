@@ -177,7 +177,7 @@ def cached_by_class(compute: Callable[[Any], _T]) -> Callable[[Any], _T]:
 
 
 class _Results(dict[Any, Any]):
-    """Results by class; those of classes that no module has go with these."""
+    """Results by class. A class that lives only for a while takes its results with it."""
 
     def __init__(self, compute: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -190,7 +190,8 @@ class _Results(dict[Any, Any]):
         if entry is not None:
             return entry[0]
         result = self._compute(kind)
-        if vars(sys.modules.get(kind.__module__, sys)).get(kind.__qualname__) is kind:
+        names = vars(sys.modules.get(kind.__module__, sys))
+        if not is_defined_in_python(kind) or names.get(kind.__qualname__) is kind:
             self[kind] = result
         else:
             end = weakref.ref(kind, functools.partial(self._forget, id(kind)))

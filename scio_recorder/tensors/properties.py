@@ -139,32 +139,30 @@ def has_memory(tensor: Tensor) -> bool:
     """
     # Most are, and this is asked often.
     if type(tensor) in _PLAIN and not tensor.is_nested and tensor.layout is torch.strided:
-        return _fits_its_memory(tensor)
-    return all(map(_fits_its_memory, inner_tensors(tensor)))
+        return not _bytes_lacking(tensor)
+    return not any(map(_bytes_lacking, inner_tensors(tensor)))
 
 
 def regain_memory(tensor: Tensor) -> None:
     """Give a tensor whose memory was freed or shrunk enough of it again, of any content."""
     for inner in inner_tensors(tensor):
-        if not _fits_its_memory(inner):
-            inner.untyped_storage().resize_(_bytes_needed(inner))
+        needed = _bytes_lacking(inner)
+        if needed:
+            inner.untyped_storage().resize_(needed)
 
 
-def _fits_its_memory(tensor: Tensor) -> bool:
+def _bytes_lacking(tensor: Tensor) -> Any:
+    """Return the size that the storage of a tensor lacks, which may be a symbol; 0 if none."""
     try:
         num_bytes = tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
         # Sparse and other layouts, and tensors of transforms, have none of their own.
-        return True
-    return bool(_bytes_needed(tensor) <= num_bytes)
-
-
-def _bytes_needed(tensor: Tensor) -> Any:
-    """Return the size that the storage of a tensor must have, which may be a symbol."""
+        return 0
     is_gapless = tensor.is_nested or tensor.is_contiguous()
     extent = tensor.numel() if is_gapless else extent_of(tensor)
     start = 0 if tensor.is_nested else tensor.storage_offset()
-    return (start + extent) * tensor.itemsize if extent else 0
+    needed = (start + extent) * tensor.itemsize if extent else 0
+    return 0 if needed <= num_bytes else needed
 
 
 def extent_of(tensor: Tensor) -> int:
@@ -188,9 +186,9 @@ def is_plain(tensor: Tensor) -> bool:
     """
     return (
         type(tensor) in _PLAIN
-        and is_dense(tensor)
+        and tensor.layout is torch.strided
         and tensor.device.type != "meta"
-        and not (tensor.is_conj() or tensor.is_neg())
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
 
 

@@ -188,24 +188,17 @@ def _set_items_of(
     base: Any, values: list[Any], items: list[list[Any]], mapped: list[list[Any]]
 ) -> None:
     """Give containers of one kind their items again; mostly all have them, which is seen fast."""
+    is_mapping, joined_up = base in MAPPINGS, itertools.chain.from_iterable
     pairs = [(map(base.__iter__, values), items)]
-    if base in MAPPINGS:
+    if is_mapping:
         pairs.append((map(base.values, values), mapped))
-    joined_up = itertools.chain.from_iterable
     if [*map(base.__len__, values)] != [*map(len, items)] or not all(
         all(map(is_, joined_up(now), joined_up(before))) for now, before in pairs
     ):
-        for value, *before in zip(values, items, mapped, strict=True):
-            _set_items(value, base, *before)
-
-
-def _set_items(value: Any, base: Any, items: list[Any], mapped: list[Any]) -> None:
-    if (
-        base.__len__(value) != len(items)
-        or not all(map(is_, base.__iter__(value), items))
-        or (mapped and not all(map(is_, base.values(value), mapped)))
-    ):
-        refill(value, base, zip(items, mapped, strict=True) if mapped else items)
+        for value, keys, mapped_to in zip(values, items, mapped, strict=True):
+            now = [*base.__iter__(value), *(base.values(value) if is_mapping else ())]
+            if [*map(id, now)] != [*map(id, (*keys, *mapped_to))]:
+                refill(value, base, zip(keys, mapped_to, strict=True) if is_mapping else keys)
 
 
 def _set_member(value: Any, name: str, member: Any) -> None:
