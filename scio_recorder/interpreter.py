@@ -52,6 +52,16 @@ def is_called_in(frame: FrameType | None, outer: FrameType | None) -> bool:
     return frame is not None
 
 
+def has_room_for(number: int) -> bool:
+    """Whether this many more calls fit on the stack, around which the interpreter sets a limit."""
+    try:
+        sys._getframe(max(0, sys.getrecursionlimit() - number))
+    except ValueError:
+        # There are fewer frames.
+        return True
+    return False
+
+
 def level_outside(packages: Collection[str]) -> int:
     """Return how far out the nearest code outside of some packages is, for the caller 1."""
     level = 0

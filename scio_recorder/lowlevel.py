@@ -7,11 +7,10 @@ each is for. The core imports nothing from here.
 from __future__ import annotations
 
 from scio_recorder import interpreter
-from scio_recorder.capture.around import CallWrapper, Uncopied
+from scio_recorder.capture.around import CallHook, CallHooks, CallWrapper, Uncopied
 from scio_recorder.capture.checkpoint_regions import is_rerun
 from scio_recorder.capture.engine import Capture, refuse_transforms, warn_of_other_kernels
 from scio_recorder.capture.gradients import CallStart, CallStarts, Returned
-from scio_recorder.capture.hooks import CallHook, CallHooks
 from scio_recorder.capture.own_code import ObservingMode, OwnCodeHook, RunningCode, run_in_mode
 from scio_recorder.capture.program import RecordOptions
 from scio_recorder.errors import caught_as, needing, raise_of_caller, warn

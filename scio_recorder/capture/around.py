@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import sys
 import threading
 import time
@@ -31,11 +32,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.tensors import private
 
@@ -216,8 +219,6 @@ class CallWrapper:
         self.site = site
         self._run, self._run_traced = run, run_traced
         self._plain = private.plain_call(module)
-        # A first use has a frame more, which calls must not see.
-        private.called_module()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stand for a call, unless it is that of a shallow copy, which shares what is set here."""
@@ -285,3 +286,96 @@ def _remaining(call: Any, is_gone: Callable[[CallWrapper], bool]) -> Any:
         return call
     call.inner = _remaining(call.inner, is_gone)
     return call.inner if is_gone(call) else call
+
+
+class CallHook(NamedTuple):
+    """Functions at both ends of the calls of a module.
+
+    Methods are held weakly: hooks keep nobody alive who only observes.
+    """
+
+    module: nn.Module
+    name: str
+    # Called with the name, the module, its positional and its keyword arguments. What it returns,
+    # if anything, the forward receives in place of both kinds of arguments.
+    before: Callable[..., Any] | None = None
+    # Called with the output as well. What it returns, if anything, goes on in place of it.
+    after: Callable[..., Any] | None = None
+    # Whether `after` is also called if the call has raised an ``Exception``; the output is None.
+    always: bool = False
+
+
+class CallHooks:
+    """The hooks of one observer on calls of modules, which are removed together.
+
+    They stand behind all other hooks, and copies and files of the modules don't have them. In
+    compiled code they only note the name of the module.
+
+    Examples
+    --------
+    >>> net, seen = nn.Identity(), []
+    >>> hooks = CallHooks()
+    >>> hooks.add(CallHook(net, "net", after=lambda *call: seen.append(call[0])))
+    >>> _ = net(1), hooks.remove(), net(1)
+    >>> seen
+    ['net']
+    """
+
+    def __init__(self) -> None:
+        # The names of modules that ran as compiled code, as keys: dynamo follows a write to a
+        # dictionary without a graph break.
+        self.compiled: dict[str, bool] = {}
+        self._added: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []
+
+    def __len__(self) -> int:
+        return len(self._added)
+
+    def add(self, *hooks: CallHook) -> None:
+        """Add hooks, all at once."""
+        change_hooks(partial(self._add, hooks))
+
+    def _add(self, hooks: Sequence[CallHook]) -> None:
+        for module, name, before, after, always in hooks:
+            owner = weakref.ref(module)
+            for function, num_values, register, options in (
+                (before, 3, module.register_forward_pre_hook, {}),
+                (after, 4, module.register_forward_hook, {"always_call": always}),
+            ):
+                if function is not None:
+                    held = weakref.WeakMethod(function) if inspect.ismethod(function) else function
+                    hook = _ObservingHook(held, name, num_values, self.compiled)
+                    self._added.append((owner, register(hook, with_kwargs=True, **options)))
+        keep_out_of_copies(*[hook.module for hook in hooks])
+
+    def remove(self, *, waits: bool = True) -> None:
+        """Remove all of them; a finalizer must not wait."""
+        added, self._added = self._added, []
+        change_hooks(partial(_remove, added), waits=waits)
+
+
+def _remove(added: Sequence[tuple[weakref.ref[nn.Module], RemovableHandle]]) -> None:
+    for _, handle in added:
+        handle.remove()
+    let_copy(*{module for reference, _ in added if (module := reference()) is not None})
+
+
+@dataclass(slots=True, eq=False)
+class _ObservingHook(Uncopied):
+    """Calls a function at one end of a module's calls."""
+
+    function: Any
+    name: str
+    num_values: int
+    compiled: dict[str, bool]
+
+    def __call__(self, *call: Any) -> Any:
+        # A value that is traced once must not count for every call.
+        if is_dynamo_compiling():
+            self.compiled[self.name] = True
+            return None
+        held = self.function
+        function = held() if isinstance(held, weakref.WeakMethod) else held
+        # The keyword arguments are missing if another thread is just adding or removing the hook.
+        if function is None or len(call) != self.num_values:
+            return None
+        return function(self.name, *call)

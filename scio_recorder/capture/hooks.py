@@ -1,13 +1,11 @@
-"""Hooks on modules: those that record, and those of observers."""
+"""The hooks on modules that record."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from scio_recorder.capture.around import CallHook as CallHook  # for code that imports it here
+from scio_recorder.capture.around import CallHooks as CallHooks
 from scio_recorder.capture.around import (
     CallWrapper,
     Uncopied,
@@ -317,7 +317,7 @@ class Hooks:
         module that has been compiled since then needs its hook outside of the compiled call.
         """
         if private.DYNAMO in sys.modules:
-            calls = private.compiled_calls(self._modules)
+            calls = [*map(private.compiled_call, self._modules)]
             if calls != self._calls and any(map(self._is_newly_compiled, self._modules)):
                 self.is_attached = False
             self._calls = calls
@@ -341,101 +341,3 @@ class Hooks:
 
 def _on_functions(entries: Mapping[str, int], site: Site) -> dict[str, ModuleHook]:
     return {name: ModuleHook(entry, site) for name, entry in entries.items()}
-
-
-class CallHook(NamedTuple):
-    """Functions at both ends of the calls of a module.
-
-    Methods are held weakly: hooks keep nobody alive who only observes.
-    """
-
-    module: nn.Module
-    name: str
-    # Called with the name, the module, its positional and its keyword arguments. What it returns,
-    # if anything, the forward receives in place of both kinds of arguments.
-    before: Callable[..., Any] | None = None
-    # Called with the output as well. What it returns, if anything, goes on in place of it.
-    after: Callable[..., Any] | None = None
-    # Whether `after` is also called if the call has raised an ``Exception``; the output is None.
-    always: bool = False
-
-
-class CallHooks:
-    """The hooks of one observer on calls of modules, which are removed together.
-
-    They stand behind all other hooks, and copies and files of the modules don't have them. In
-    compiled code they only note the name of the module.
-
-    Examples
-    --------
-    >>> net, seen = nn.Identity(), []
-    >>> hooks = CallHooks()
-    >>> hooks.add(CallHook(net, "net", after=lambda *call: seen.append(call[0])))
-    >>> _ = net(1), hooks.remove(), net(1)
-    >>> seen
-    ['net']
-    """
-
-    def __init__(self) -> None:
-        # The names of modules that ran as compiled code, as keys: dynamo follows a write to a
-        # dictionary without a graph break.
-        self.compiled: dict[str, bool] = {}
-        self._added: list[tuple[weakref.ref[nn.Module], RemovableHandle]] = []
-
-    def __len__(self) -> int:
-        return len(self._added)
-
-    def add(self, *hooks: CallHook) -> None:
-        """Add hooks, all at once."""
-        change_hooks(partial(self._add, hooks))
-
-    def _add(self, hooks: Sequence[CallHook]) -> None:
-        for hook in hooks:
-            module = hook.module
-            if hook.before is not None:
-                before = _ObservingHook(hook.before, hook.name, 3, self.compiled)
-                handle = module.register_forward_pre_hook(before, with_kwargs=True)
-                self._added.append((weakref.ref(module), handle))
-            if hook.after is not None:
-                after = _ObservingHook(hook.after, hook.name, 4, self.compiled)
-                options = {"with_kwargs": True, "always_call": hook.always}
-                handle = module.register_forward_hook(after, **options)
-                self._added.append((weakref.ref(module), handle))
-        keep_out_of_copies(*[hook.module for hook in hooks])
-
-    def remove(self, *, waits: bool = True) -> None:
-        """Remove all of them; a finalizer must not wait."""
-        added, self._added = self._added, []
-        change_hooks(partial(_remove, added), waits=waits)
-
-
-def _remove(added: Sequence[tuple[weakref.ref[nn.Module], RemovableHandle]]) -> None:
-    for _, handle in added:
-        handle.remove()
-    let_copy(*{module for reference, _ in added if (module := reference()) is not None})
-
-
-class _ObservingHook(Uncopied):
-    """Calls a function at one end of a module's calls."""
-
-    __slots__ = ("_compiled", "_function", "_is_weak", "_name", "_num_values")
-
-    def __init__(
-        self, function: Any, name: str, num_values: int, compiled: dict[str, bool]
-    ) -> None:
-        self._is_weak = inspect.ismethod(function)
-        self._function: Any = weakref.WeakMethod(function) if self._is_weak else function
-        self._name = name
-        self._num_values = num_values
-        self._compiled = compiled
-
-    def __call__(self, *call: Any) -> Any:
-        # A value that is traced once must not count for every call.
-        if torch.compiler.is_dynamo_compiling():
-            self._compiled[self._name] = True
-            return None
-        function: Any = self._function() if self._is_weak else self._function
-        # The keyword arguments are missing if another thread is just adding or removing the hook.
-        if function is None or len(call) != self._num_values:
-            return None
-        return function(self._name, *call)

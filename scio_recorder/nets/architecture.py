@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, ValuesView
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -35,6 +35,7 @@ from scio_recorder.layer import (
     shapes_of,
     text_of,
 )
+from scio_recorder.nets.hookable import takes_hooks
 from scio_recorder.tensors.properties import DTYPES, dtype_name
 from scio_recorder.tensors.structures import fold
 
@@ -126,6 +127,10 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def values(self) -> ValuesView[Layer]:
+        """Return the layers, in order."""
+        return self._rows.values()
 
     # A proxy can't be pickled, and the index by module must not survive a copy of the modules.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -226,6 +231,12 @@ class Architecture(Outlined, Mapping[DepthIdx, Layer]):
     def names(self) -> tuple[str, ...]:
         """All qualified names in the net, including aliases of shared modules."""
         return tuple(self._names)
+
+    @cached_property
+    def hookable(self) -> Mapping[nn.Module, str]:
+        """The modules of the rows that take hooks, with their names."""
+        modules = {row.module: row.name for row in self.values() if row.module is not None}
+        return {module: name for module, name in modules.items() if takes_hooks(module)}
 
     @cached_property
     def fingerprint(self) -> str:

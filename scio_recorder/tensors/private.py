@@ -24,7 +24,7 @@ import platform
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from types import CodeType, FrameType
@@ -343,10 +343,10 @@ def restoring_versions(tensors: Sequence[Tensor]) -> Callable[[], Any]:
     return block.__exit__
 
 
-@needs("Tensor._is_view", "recording with gradients")
-def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the base of a view; None for other tensors."""
-    return tensor._base if tensor._is_view() else None
+# Returns the base of a view; None for other tensors.
+base_of: Callable[[Tensor], Tensor | None] = needs("Tensor._base", "recording with gradients")(
+    operator.attrgetter("_base")
+)
 
 
 # -- streams and graphs of GPUs --------------------------------------------------------------------
@@ -544,16 +544,10 @@ def runs_uncompiled() -> bool:
     return getattr(stance, "stance", "") == "force_eager"
 
 
-@needs("Module._compiled_call_impl", "compiled modules")
-def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the function made by a module's own ``compile``, which replaces its call."""
-    return module._compiled_call_impl
-
-
-# Returns the functions in place of the calls of modules.
-compiled_calls: Callable[[Iterable[nn.Module]], list[Any]] = needs(
+# Returns the function made by a module's own ``compile``, which replaces its call; or None.
+compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = needs(
     "Module._compiled_call_impl", "compiled modules"
-)(lambda modules: [module._compiled_call_impl for module in modules])
+)(operator.attrgetter("_compiled_call_impl"))
 
 
 @needs("Module._compiled_call_impl", "recording compiled modules")
@@ -590,10 +584,10 @@ def running_modules() -> Iterator[tuple[Any, FrameType | None]]:
             yield frame.f_locals.get("self"), frame.f_back
 
 
-@needs("Module._call_impl", "watching")
-def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """Return the function that calls a module's hooks and forward, even if they are replaced."""
-    return module._call_impl
+# Returns the function that calls a module's hooks and forward, even if they are replaced.
+plain_call: Callable[[nn.Module], Callable[..., Any]] = needs("Module._call_impl", "watching")(
+    operator.attrgetter("_call_impl")
+)
 
 
 def is_in_compiled_function(outermost: Collection[CodeType] = ()) -> bool:

@@ -77,15 +77,15 @@ class GuardedCall:
     code: GuardedCode | None = field(default=None, init=False)
     # How many calls of the module returned before it in its pass; None until it returns.
     number: int | None = field(default=None, init=False)
-    # The nodes of the graph to which the calls inside it lead, until it returns.
-    nodes: Sequence[Any] = field(default=(), init=False)
+    # Those nodes of its own in the graph to which the calls inside it lead, until it returns.
+    nodes: list[Any] = field(default_factory=list, init=False)
     # The last backward pass that entered the call.
     task: int = field(default=-1, init=False)
 
     def release(self) -> None:
         """Let go of what the graph must not hold, since it would keep the network alive."""
         self.frame = self.kept = self.code = None
-        self.nodes = ()
+        self.nodes = []
 
 
 class PassOfThread(threading.local):
@@ -175,10 +175,14 @@ class Checks:
     def begin_pass(self) -> None:
         """Begin a pass of this thread, and tell of what was found in those that have failed."""
         _ = self.scaling.num_skipped_steps
-        origin, number = self.late(), next(self._numbers)
+        number = next(self._numbers)
         self.num_passes = number + 1
+        self.tell_late()
         self.local.flags = Flags(number)
-        self.tell(origin)
+
+    def end_pass(self, flags: Flags) -> None:
+        """Check a pass that has succeeded."""
+        self.tell(self.finish(flags))
 
     def backward_flags(self) -> Flags:
         """Return the flags of the backward pass around the caller, at whose end they are read."""
@@ -245,6 +249,10 @@ class Checks:
         around = [other for other in self._backward.values() if other.thread == flags.thread]
         for origin in [*map(self.settle, around), self.finish(flags)]:
             self.tell(origin)
+
+    def tell_late(self) -> None:
+        """Tell of what was found in passes that errors have ended, if anything was."""
+        self.tell(self.late())
 
     def tell(self, origin: Origin | None) -> None:
         """Raise an error that tells of an origin, if there is one."""

@@ -129,16 +129,16 @@ def _parts_of(tensor: Tensor) -> Sequence[Tensor]:
     return (tensor.float() if tensor.itemsize == 1 else tensor,)
 
 
-def _extrema_of(tensor: Tensor) -> Sequence[Tensor]:
+def _extrema_of(tensor: Tensor) -> list[Tensor]:
     """Return what is finite if the values of a tensor are, as tensors of one element each.
 
     Examples
     --------
     >>> _extrema_of(torch.tensor([3e38, -3e38])), _extrema_of(torch.tensor([1, 2]))
-    ((tensor([3.0000e+38]),), [])
+    ([tensor([3.0000e+38])], [])
     """
     # What most tensors are is asked first, since every call asks.
-    if (
+    is_usual = (
         type(tensor) is Tensor
         and tensor.dtype in _USUAL
         and tensor.layout is torch.strided
@@ -147,22 +147,19 @@ def _extrema_of(tensor: Tensor) -> Sequence[Tensor]:
         and 0
         < tensor.nbytes
         <= tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
-    ):
-        return _extrema(tensor)
-    return [extremum for part in _parts_of(tensor) for extremum in _extrema(part)]
-
-
-def _extrema(values: Tensor) -> Sequence[Tensor]:
-    if values.requires_grad:
+    )
+    extrema: list[Tensor] = []
+    for part in (tensor,) if is_usual else _parts_of(tensor):
         # No operation, unlike `detach`.
-        values = values.data
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    size = values.numel()
-    if size < _SOME or not values.is_cpu:
-        return (torch.linalg.vector_norm(values, math.inf, keepdim=True),)
-    is_finite = size >= _MANY and math.isfinite(values.sum().item())
-    return () if is_finite else torch.aminmax(values, keepdim=True)
+        values = part.data if part.requires_grad else part
+        if values.is_complex():
+            values = torch.view_as_real(values.resolve_conj())
+        size = values.numel()
+        if size < _SOME or not values.is_cpu:
+            extrema.append(torch.linalg.vector_norm(values, math.inf, keepdim=True))
+        elif size < _MANY or not math.isfinite(values.sum().item()):
+            extrema += torch.aminmax(values, keepdim=True)
+    return extrema
 
 
 def count(tensor: Tensor) -> NonFinite:

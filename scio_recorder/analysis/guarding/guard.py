@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -27,7 +27,7 @@ from scio_recorder.analysis.guarding.finite import Flag, GuardedCode, kinds_of
 from scio_recorder.analysis.guarding.guarded_gradients import attach
 from scio_recorder.analysis.guarding.origin import KeptInputs, Origin
 from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
-from scio_recorder.layer import Layer, counted
+from scio_recorder.layer import counted
 from scio_recorder.lowlevel import (
     CallHook,
     CallHooks,
@@ -37,7 +37,6 @@ from scio_recorder.lowlevel import (
     interpreter,
     refuse_transforms,
     run_in_mode,
-    takes_hooks,
     warn_of_other_kernels,
 )
 from scio_recorder.tensors import booleans, private
@@ -140,25 +139,25 @@ def guarded(
     """
     options = {"keep_inputs": keep_inputs, "operations": operations, "immediate": immediate}
     booleans(ArgumentError, gradients=gradients, **options)
-    rows = list(architecture.values())
-    modules, hooks = _modules_of(rows, operations), CallHooks()
-    network: Any = rows[0].module
+    modules, hooks = architecture.hookable, CallHooks()
+    _check_that_hooks_run(modules, operations)
+    network: Any = next(iter(modules))
     weights = [*network.parameters()]
     checks = Checks(architecture, weights, action, kinds, scaler, immediate or keep_inputs)
     # Asked in each pass, and most networks have none.
-    fused = [row for row in rows if isinstance(row.module, _FUSED)]
+    fused = [row for row in architecture.values() if isinstance(row.module, _FUSED)]
     warns = partial(warn_of_other_kernels, fused, modules, "guarded", of_functions=operations)
     digests = WeightDigests() if keep_inputs else None
-    calls = _GuardedCalls(checks, checks.local, warns, digests, gradients)
-    wrappers = [_wrapper(one, checks) for one in modules] if operations else []
-    if network in modules:
-        wrappers.append(CallWrapper(network, calls.run))
+    calls = _GuardedCalls(checks, checks.local, warns if fused else None, digests, gradients)
+    wrappers = [_wrapper(module, checks) for module in modules] if operations else []
+    wrappers.append(CallWrapper(network, calls.run))
     try:
         for wrapper in wrappers:
             wrapper.put_around()
         # A method would be held weakly, and looked up at each call.
         ends = partial(calls.begin), partial(calls.end)
-        hooks.add(*[CallHook(one, name, *ends, always=True) for one, name in modules.items()])
+        hooked = [CallHook(module, name, *ends, always=True) for module, name in modules.items()]
+        hooks.add(*hooked)
         yield Guard(checks)
     except BaseException as error:
         origin, checks.is_over = checks.late(error), True
@@ -184,7 +183,7 @@ def _check_that_it_ran(checks: Checks, hooks: CallHooks) -> None:
             "nothing was guarded: the network was not called inside the block, or a copy of it "
             "was called, or it was compiled before"
         )
-    checks.tell(checks.late())
+    checks.tell_late()
 
 
 def _wrapper(module: nn.Module, checks: Checks) -> CallWrapper:
@@ -197,9 +196,7 @@ def _wrapper(module: nn.Module, checks: Checks) -> CallWrapper:
     return CallWrapper(module, run)
 
 
-def _modules_of(rows: Sequence[Layer], operations: bool) -> dict[nn.Module, str]:
-    """Return the modules that take hooks, with their names."""
-    modules = {row.module: row.name for row in rows if row.module and takes_hooks(row.module)}
+def _check_that_hooks_run(modules: Mapping[nn.Module, str], operations: bool) -> None:
     is_uncompiled = private.DYNAMO not in sys.modules or private.runs_uncompiled()
     if not is_uncompiled and any(map(private.is_compiled, modules)):
         raise UnsupportedNetError(
@@ -208,15 +205,13 @@ def _modules_of(rows: Sequence[Layer], operations: bool) -> dict[nn.Module, str]
         )
     depth = 2 + max([name.count(".") for name in modules.values()])
     needed = depth * _FRAMES_OF_CALL[operations] + _SPARE_FRAMES
-    with contextlib.suppress(ValueError):  # there are fewer frames
-        interpreter.frame_around(max(0, sys.getrecursionlimit() - needed))
+    if not interpreter.has_room_for(needed):
         needed += len([*interpreter.stack()])
         raise UnsupportedNetError(
             f"modules lie {depth} deep inside each other, and a guarded call of each needs "
             f"{_FRAMES_OF_CALL[operations]} frames of Python: write sys.setrecursionlimit"
             f"({2 * needed}) before the block"
         )
-    return modules
 
 
 @dataclass(slots=True)
@@ -225,7 +220,7 @@ class _GuardedCalls:
 
     checks: Checks
     local: PassOfThread
-    # Warns if another kernel runs, and returns whether it does; None once it has warned.
+    # Warns if another kernel runs, and returns whether it does; None if none can, or once it has.
     warns: Callable[[], bool] | None
     # Takes digests of parameters, if inputs are kept.
     digests: WeightDigests | None
@@ -339,6 +334,6 @@ class _GuardedCalls:
         if call.around is None:
             flags.nodes_of_inputs = ()
             if flags.task == -1:
-                checks.tell(checks.finish(flags))
+                checks.end_pass(flags)
         if checks.is_immediate:
             checks.tell(checks.settle(flags))

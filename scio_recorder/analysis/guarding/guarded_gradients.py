@@ -54,20 +54,16 @@ def attach(checks: Checks, call: GuardedCall, output: Any) -> None:
     output : Any
         Its output.
     """
-    reference, own = weakref.ref(checks), list[Any]()
-    # Those of the calls around it.
-    others = [] if call.around is None else [*call.around.nodes]
-    for node in call.nodes:
-        (own if _owner_of(node, call) is call else others).append(node)
+    reference, nodes = weakref.ref(checks), call.nodes
     for tensor in (output,) if isinstance(output, Tensor) else tensors(output):
         base = None if tensor.grad_fn is None else private.base_of(tensor)
         for end in (tensor,) if base is None else (tensor, base):
             node = end.grad_fn
             if node is not None and _owner_of(node, call) is call:
                 node.register_prehook(partial(_enter, reference, call, end.output_nr, end is base))
-                own.append(node)
+                nodes.append(node)
     # The list grows meanwhile.
-    for node in own:
+    for node in nodes:
         if reference in node.metadata:
             continue
         node.metadata[reference] = True
@@ -75,24 +71,22 @@ def attach(checks: Checks, call: GuardedCall, output: Any) -> None:
         for edge, (target, _) in enumerate(node.next_functions):
             if target is None:
                 continue
-            owner = _owner_of(target, call)
-            if owner is call:
-                own.append(target)
-                continue
-            exits[edge] = owner, target if private.place_of(target) >= _LEAF else None
+            is_leaf = private.place_of(target) >= _LEAF
+            owner = None if is_leaf else _owner_of(target, call)
             if owner is not None and reference not in target.metadata:
-                others.append(target)
+                # That of another call is visited when this one returns.
+                owner.nodes.append(target)
+            if owner is not call:
+                exits[edge] = owner, target if is_leaf else None
         if exits:
             node.register_hook(partial(_leave, reference, call, exits))
-    if call.around is not None:
-        call.around.nodes = others
 
 
 def _owner_of(node: Any, call: GuardedCall) -> GuardedCall | None:
     """Return the call, from one outwards, of which a node is an operation; None for none."""
-    place = private.place_of(node)
-    if place >= _LEAF or node in call.flags.nodes_of_inputs:
+    if node in call.flags.nodes_of_inputs:
         return None
+    place = private.place_of(node)
     around: GuardedCall | None = call
     while around is not None and place < around.start:
         around = around.around
