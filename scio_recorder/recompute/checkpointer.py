@@ -54,8 +54,8 @@ class ActivationCheckpointer:
     """Keeps the outputs of layers at boundaries, and recomputes the outputs between them.
 
     An activation belongs to the layer that returned it. Kept activations are copies off the graph.
-    Each comes with the state of the global random number generators, so dropout and the like are
-    recomputed with the same numbers.
+    Each comes with the state of the global random number generators behind its layer, so dropout
+    and the like are recomputed with the same numbers.
 
     Parameters
     ----------
@@ -94,6 +94,8 @@ class ActivationCheckpointer:
             raise ArgumentError(f"config={config!r}: write CheckpointConfig(every=...)")
         self.memory_saved_bytes = 0
         self._kept: dict[int, _Checkpoint] = {}
+        # Behind each layer of the last run: an activation may be kept later.
+        self._random_states: dict[int, dict[str, Any]] = {}
 
     @property
     def num_checkpoints(self) -> int:
@@ -147,7 +149,8 @@ class ActivationCheckpointer:
                 f"max_checkpoints={limit} activations are kept already: raise max_checkpoints, or "
                 "choose `every` so that this layer is a boundary"
             )
-        self._kept[layer] = _Checkpoint(activation, self.config.mixed_precision)
+        state = self._random_states.get(layer) or random_state()
+        self._kept[layer] = _Checkpoint(activation, state, self.config.mixed_precision)
 
     def get(self, layer: int) -> Any:
         """Return a copy of the kept activation of a layer.
@@ -202,9 +205,11 @@ class ActivationCheckpointer:
         """
         _check_distinct(layers)
         self._kept.clear()
+        self._random_states.clear()
         self.memory_saved_bytes = 0
         for layer in layers:
             x = forward_fn(x, layer)
+            self._random_states[layer] = random_state()
             if self.is_checkpoint_layer(layer):
                 self.save(layer, x)
             else:
@@ -267,8 +272,8 @@ class ActivationCheckpointer:
 class _Checkpoint:
     """A copy of one activation, which later in-place operations don't change."""
 
-    def __init__(self, activation: Any, shrinks: bool) -> None:
-        self.random_state = random_state()
+    def __init__(self, activation: Any, state: dict[str, Any], shrinks: bool) -> None:
+        self.random_state = state
         leaves, self._rebuild = flatten(activation)
         self._dtypes = [leaf.dtype for leaf in leaves]
         self.value = [_copy(leaf, shrinks) for leaf in leaves]

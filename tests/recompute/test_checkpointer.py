@@ -161,6 +161,17 @@ def test_nothing_kept_holds_the_graph() -> None:
     assert not checkpointer.get(2).requires_grad
 
 
+def test_what_is_kept_later_goes_on_with_the_random_numbers_of_the_run() -> None:
+    LAYERS.train()
+    checkpointer, x = ActivationCheckpointer(CheckpointConfig(every=4)), torch.randn(2, 4)
+    torch.manual_seed(3)
+    expected = plain(x, range(8))
+    torch.manual_seed(3)
+    checkpointer.checkpointed_forward(x, range(8), forward)
+    checkpointer.save(2, checkpointer.recompute_from_checkpoint(2, range(8), forward))
+    assert same_bits(checkpointer.recompute_from_checkpoint(3, range(8), forward), expected[3])
+
+
 def test_a_limit_is_for_layers_that_are_no_boundaries() -> None:
     checkpointer = ActivationCheckpointer(CheckpointConfig(every=4, max_checkpoints=1))
     checkpointer.save(1, torch.ones(1))
