@@ -44,7 +44,7 @@ from scio_recorder.analysis.comparing.pairing import (
     PartPair,
     paired_inputs,
     paired_outputs,
-    parts_of,
+    tensors_alone,
 )
 from scio_recorder.analysis.comparing.parting import (
     OperationPair,
@@ -64,7 +64,6 @@ from scio_recorder.layer import Operation
 from scio_recorder.lowlevel import (
     CollectOptions,
     Feed,
-    Inputs,
     InStep,
     NetState,
     RecordOptions,
@@ -166,7 +165,7 @@ def compare(
     ('2', True, 0.0)
     """
     rows = Rows.or_none(rows, ComparisonError)
-    feeds = _feeds(batches, max_batches, to_inputs, sample_ids)
+    feeds = _feeds(batches, max_batches, to_inputs, sample_ids, rows)
     reference_side = _side(reference, "reference", feeds[0])
     # Operations that the reference has recorded are compared.
     lists_operations = bool(reference_side.architecture.operations)
@@ -184,7 +183,7 @@ def compare(
         comparison.open(stack)
         total = feeds[0].num_batches or None
         advance = stack.enter_context(progress_bar("comparing", total, is_wanted=progress))
-        for block in sample_blocks(*sides, feeds[0], rows):
+        for block in sample_blocks(*sides, feeds[0]):
             comparison.add(block)
             advance(len(block.ids), 0)
     return comparison.result(unmatched)
@@ -195,6 +194,7 @@ def _feeds(
     max_batches: int | None,
     to_inputs: ToInputs | Sequence[ToInputs] | None,
     sample_ids: Callable[[Any], Any] | None,
+    rows: Rows | None,
 ) -> tuple[Feed, Feed]:
     """Return the feed of each side; the first one counts the samples."""
     # One feed does for both sides, if their inputs are made in one way.
@@ -206,8 +206,8 @@ def _feeds(
             "reference and for the candidate"
         )
     samples = () if batches is None else batches
-    options = CollectOptions(max_batches=max_batches, sample_ids=sample_ids)
-    feeds = [Feed(samples, replace(options, to_inputs=maker)) for maker in makers]
+    options = partial(CollectOptions, max_batches=max_batches, sample_ids=sample_ids, rows=rows)
+    feeds = [Feed(samples, options(to_inputs=maker)) for maker in makers]
     return feeds[0], feeds[-1]
 
 
@@ -556,11 +556,7 @@ class Comparison:
         if not isinstance(row, Operation):
             return paired_inputs(mine, theirs, row.module, partner.module)
         # Numbers are a part of the operation, and arguments have no names.
-        mine, theirs = (
-            Inputs(tuple(x for x in parts_of(tuple(inputs)).values() if isinstance(x, Tensor)), {})
-            for inputs in (mine, theirs)
-        )
-        return paired_inputs(mine, theirs, None, None)
+        return paired_inputs(tensors_alone(mine), tensors_alone(theirs), None, None)
 
     def _measured(self, pairs: Sequence[PartPair]) -> dict[tuple[int, int], Figures]:
         """Measure parts, each pair once: one layer's output is often another one's."""

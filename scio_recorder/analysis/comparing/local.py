@@ -50,7 +50,7 @@ from scio_recorder.analysis.comparing.forced import (
 from scio_recorder.analysis.comparing.judging import Kind, SlotFigures, judged
 from scio_recorder.analysis.comparing.matching import Pair
 from scio_recorder.analysis.comparing.measures import Figures, Tolerance, measure_all
-from scio_recorder.analysis.comparing.pairing import paired_outputs, parts_of
+from scio_recorder.analysis.comparing.pairing import comparable
 from scio_recorder.analysis.comparing.parting import (
     OperationPair,
     Step,
@@ -160,7 +160,7 @@ class LocalComparison:
     def _recorded_calls(self, side: RecordingSide) -> dict[RowIdx, ReferenceCall]:
         calls: dict[RowIdx, ReferenceCall] = {}
         for layer, partner, _ in self._equal:
-            inputs = side.inputs(layer.label)
+            inputs = side.received(layer.label)
             if inputs is not None and partner.module is not None:
                 value = side.value(layer.label)
                 received = places(inputs.named(partner.module))
@@ -331,7 +331,7 @@ class LocalComparison:
         """Add how what one pass has made differs from what another one, or the reference, made."""
         slots = [slot for slot in other if slot in own]
         both = [(self._real(own[x], block), self._real(other[x], block)) for x in slots]
-        pairs = [_comparable(*pair) for pair in both]
+        pairs = [_without_masked(*pair) for pair in both]
         for slot, figures in zip(slots, measure_all(pairs, Tolerance()), strict=True):
             self._figures[slot].setdefault(kind, Figures()).add(figures)
 
@@ -423,12 +423,10 @@ def _only_operation(steps: Steps) -> Operation | None:
 
 def _differ_in_norm(beyond: float, own: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors differ by more than a share of their norm."""
-    if own is None or other is None:
+    pairs = comparable(own, other)
+    if pairs is None:
         return True
-    pairs = paired_outputs(parts_of(own), parts_of(other))
-    if isinstance(pairs, str):
-        return True
-    measured = measure_all([_comparable(*pair) for pair in pairs], Tolerance())
+    measured = measure_all([_without_masked(*pair) for pair in pairs], Tolerance())
     return any(figures.relative_error > beyond for figures in measured)
 
 
@@ -440,7 +438,7 @@ def _real_positions(mask: object) -> Tensor | None:
     return mask != 0
 
 
-def _comparable(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def _without_masked(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Return two tensors in which what masks out on both sides is the same."""
     if not own.is_floating_point():
         return own, other

@@ -58,24 +58,38 @@ def parts_of(value: Any, copy: Callable[[Tensor], Tensor] | None = None) -> Part
     value : Any
         A tensor, or a structure of tensors, plain values and parts.
     copy : callable, optional
-        ``Tensor -> Tensor``; called once for each distinct tensor.
+        ``Tensor -> Tensor``
 
     Examples
     --------
     >>> parts_of({"a": [1, 2], "b": None})
     {('a', 0): 1, ('a', 1): 2}
     """
-    known: dict[int, Tensor] = {}
-
-    def copied(tensor: Tensor) -> Tensor:
-        if copy is None:
-            return tensor
-        if id(tensor) not in known:
-            known[id(tensor)] = copy(tensor)
-        return known[id(tensor)]
-
-    parts: Parts = fold(value, partial(_leaf, copied), _placed, lambda part: type(part) is Parts)
+    parts: Parts = fold(value, partial(_leaf, copy), _placed, lambda part: type(part) is Parts)
     return parts
+
+
+def parts_of_inputs(inputs: Inputs, copy: Callable[[Tensor], Tensor] | None = None) -> Inputs:
+    """Return the parts of each argument, as `parts_of` does."""
+    kwargs = {name: parts_of(value, copy) for name, value in inputs.kwargs.items()}
+    return Inputs(tuple(parts_of(value, copy) for value in inputs.args), kwargs)
+
+
+def tensors_alone(inputs: Inputs) -> Inputs:
+    """Return the parts of inputs that are tensors, each as an argument without a name."""
+    return Inputs(tuple(Parts({(): x}) for x in _tensors_of(_joined(inputs))), {})
+
+
+def comparable(reference: Any, candidate: Any) -> list[PartPair] | None:
+    """Pair the parts of two structures; None if they differ in more than numbers.
+
+    Examples
+    --------
+    >>> comparable(torch.ones(2), torch.ones(3)) is None
+    True
+    """
+    pairs = paired_outputs(parts_of(reference), parts_of(candidate))
+    return None if isinstance(pairs, str) else pairs
 
 
 def paired_outputs(reference: Parts, candidate: Parts) -> list[PartPair] | str:
@@ -93,8 +107,10 @@ def paired_outputs(reference: Parts, candidate: Parts) -> list[PartPair] | str:
     'it returns 1 tensor in the reference and 2 tensors in the candidate'
     """
     own, others = _opened(reference), _opened(candidate)
-    pairs = _in_order(own, others)
-    if not _alone(own, others):
+    pairs: list[PartPair] | None = None
+    if _alone(own, others):
+        pairs = _in_order(own, others)
+    else:
         pairs = [PartPair(part, others[place]) for place, part in own.items()]
     if pairs is None:
         said = [counted(len(_tensors_of(parts)), "tensor") for parts in (own, others)]
@@ -114,17 +130,16 @@ def paired_inputs(
     Parameters
     ----------
     reference, candidate : Inputs
-        The inputs that their forwards received, or the parts of each.
+        The parts of the inputs that their forwards received.
     module, other : torch.nn.Module or None
         The modules, if known: their signatures name arguments and give defaults.
     """
-    own, others = _opened(parts_of(tuple(reference))), _opened(parts_of(tuple(candidate)))
-    shared = set[str]()
-    if _alone(own, others) and module is not None and other is not None:
+    own, others = _opened(_joined(reference)), _opened(_joined(candidate))
+    alone, shared = _alone(own, others), set[str]()
+    if alone and module is not None and other is not None:
         reference, candidate = _complete(module, reference), _complete(other, candidate)
-        own, others = _opened(parts_of(tuple(reference))), _opened(parts_of(tuple(candidate)))
-        shared = reference.kwargs.keys() & candidate.kwargs.keys()
-    alone = _alone(own, others)
+        own, others = _opened(_joined(reference)), _opened(_joined(candidate))
+        alone, shared = _alone(own, others), reference.kwargs.keys() & candidate.kwargs.keys()
     # Another author's code may well receive other numbers and words, and may itself make what the
     # other one receives, such as a mask, unless both have that argument.
     are_strangers = type(module) is not type(other) and all(at[1] not in shared for at in alone)
@@ -161,28 +176,36 @@ def _argument(place: tuple[Any, ...]) -> str:
 
 
 def _in_order(own: Parts, other: Parts) -> list[PartPair] | None:
-    pairs = list(map(PartPair, _tensors_of(own), _tensors_of(other)))
-    return pairs if len(_tensors_of(own)) == len(_tensors_of(other)) else None
+    tensors_of_own, others = _tensors_of(own), _tensors_of(other)
+    are_as_many = len(tensors_of_own) == len(others)
+    return list(map(PartPair, tensors_of_own, others)) if are_as_many else None
 
 
 def _tensors_of(parts: Parts) -> list[Tensor]:
     return [part for part in parts.values() if isinstance(part, Tensor)]
 
 
+def _joined(inputs: Inputs) -> Parts:
+    """Return the parts of all arguments, by their places in these."""
+    arguments = Parts({(0, number): parts for number, parts in enumerate(inputs.args)})
+    arguments |= {(1, name): parts for name, parts in inputs.kwargs.items()}
+    return Parts({(*name, *at): x for name, of in arguments.items() for at, x in of.items()})
+
+
 def _placed(container: Any, parts: list[tuple[Any, Parts]]) -> Parts:
     return Parts({(key, *at): part for key, inner in parts for at, part in inner.items()})
 
 
-def _leaf(copied: Callable[[Tensor], Tensor], value: Any) -> Parts:
+def _leaf(copy: Callable[[Tensor], Tensor] | None, value: Any) -> Parts:
     if isinstance(value, Parts):
         return value
     if isinstance(value, Tensor):
-        return Parts({(): copied(value)})
+        return Parts({(): value if copy is None else copy(value)})
     if isinstance(value, _PLAIN):
         return Parts({(): value})
     if isinstance(value, np.ndarray | np.generic):
         try:
-            return Parts({(): copied(torch.as_tensor(value, device="cpu"))})
+            return _leaf(copy, torch.as_tensor(value, device="cpu"))
         except TypeError:
             # An array of words, dates or objects.
             return Parts({(): str(value.tolist())})
@@ -190,7 +213,8 @@ def _leaf(copied: Callable[[Tensor], Tensor], value: Any) -> Parts:
         # Nothing of a container inside itself can be compared.
         return Parts()
     # Only the tensors of an object such as a key-value cache can be compared.
-    return Parts({(at,): copied(tensor) for at, tensor in enumerate(tensors(value))})
+    held = enumerate(tensors(value))
+    return Parts({(at,): tensor if copy is None else copy(tensor) for at, tensor in held})
 
 
 def _opened(parts: Parts) -> Parts:
@@ -220,10 +244,10 @@ def _opened(parts: Parts) -> Parts:
 
 
 def _complete(module: nn.Module, inputs: Inputs) -> Inputs:
-    """Return inputs by the names of forward's parameters, if it has any, with its defaults."""
+    """Return parts by the names of forward's parameters, if it has any, with its defaults."""
     try:
         bound = inspect.signature(module.forward).bind(*inputs.args, **inputs.kwargs)
     except (TypeError, ValueError):
         return inputs
     bound.apply_defaults()
-    return Inputs((), bound.arguments)
+    return parts_of_inputs(Inputs((), bound.arguments))

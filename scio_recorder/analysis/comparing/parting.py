@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from scio_recorder.analysis.comparing.measures import Tolerance, differ
-from scio_recorder.analysis.comparing.pairing import paired_outputs, parts_of
+from scio_recorder.analysis.comparing.pairing import comparable
 from scio_recorder.analysis.guarding.finite import is_unset
 from scio_recorder.layer import Layer, Operation, describe
 from scio_recorder.lowlevel import (
@@ -419,9 +419,5 @@ def _row_at(code: Steps, start: int, end: int, other: Steps, there: int) -> Oper
 
 def differ_beyond(tolerance: Tolerance, own: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors differ beyond a tolerance; one without a partner does."""
-    if own is None or other is None:
-        return True
-    pairs = paired_outputs(parts_of(own), parts_of(other))
-    if isinstance(pairs, str):
-        return True
-    return any(differ(pairs, tolerance))
+    pairs = comparable(own, other)
+    return pairs is None or any(differ(pairs, tolerance))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias, cast
@@ -17,7 +17,7 @@ from torch import Tensor
 from scio_recorder import Recording
 from scio_recorder.analysis.comparing.difference import SampleId
 from scio_recorder.analysis.comparing.measures import Tolerance, dense, differ
-from scio_recorder.analysis.comparing.pairing import Parts, paired_outputs, parts_of
+from scio_recorder.analysis.comparing.pairing import Parts, comparable, parts_of, parts_of_inputs
 from scio_recorder.analysis.comparing.parting import Step, traced
 from scio_recorder.errors import ComparisonError
 from scio_recorder.layer import Layer, RowIdx, counted, few
@@ -28,7 +28,6 @@ from scio_recorder.lowlevel import (
     Feed,
     Inputs,
     RecordOptions,
-    Rows,
     Source,
     made_with,
     raise_for_batch,
@@ -245,19 +244,13 @@ class NetworkSide:
         if label in self.digested:
             self._outputs[label] = parts_of(value, lambda leaf: _digests_of(chosen(leaf, rows)))
         else:
-            self._outputs[label] = parts_of(
-                value, lambda leaf: chosen(self._copies.new(leaf), rows)
-            )
+            copied = partial(self._copies.of, is_received=False)
+            self._outputs[label] = parts_of(value, lambda leaf: chosen(copied(leaf), rows))
 
     def keep_inputs(self, row: Layer, inputs: Inputs) -> Inputs:
         """Copy what a module's forward, or a function, is about to receive."""
-        rows = self._block.received
-
-        def copied(value: Any) -> Parts:
-            return parts_of(value, lambda leaf: chosen(self._copies.of(leaf), rows))
-
-        kwargs = {name: copied(value) for name, value in inputs.kwargs.items()}
-        return Inputs((*map(copied, inputs.args),), kwargs)
+        rows, copied = self._block.received, partial(self._copies.of, is_received=True)
+        return parts_of_inputs(inputs, lambda leaf: chosen(copied(leaf), rows))
 
     def forget_inputs(self) -> None:
         """Let the inputs in this block be unknown."""
@@ -293,21 +286,18 @@ class _Copies:
         # What must be equal.
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
-    def new(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor."""
-        known, version, copy = self._known.get(id(tensor)), version_of(tensor), twin(tensor)
-        if known is not None and known.is_shared and known.version == version:
+    def of(self, tensor: Tensor, *, is_received: bool) -> Tensor:
+        """Return a copy of a tensor; of one that is received, perhaps one made before."""
+        known, version = self._known.get(id(tensor)), version_of(tensor)
+        known = known if known is not None and known.version == version else None
+        if known is not None and is_received and self._is_shared and version != -1:
+            known.is_shared = True
+            return known.copy
+        copy = twin(tensor)
+        if known is not None and known.is_shared:
             self._pairs.append((copy, known.copy))
         self._known[id(tensor)] = _Copy(tensor, version, copy)
         return copy
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor, which may have been made before."""
-        known, version = self._known.get(id(tensor)), version_of(tensor)
-        if not self._is_shared or known is None or known.version != version or version == -1:
-            return self.new(tensor)
-        known.is_shared = True
-        return known.copy
 
     def are_right(self) -> bool:
         """Whether nobody has written to tensors, uncounted, whose copies are shared."""
@@ -315,11 +305,10 @@ class _Copies:
             is_there = known.is_shared and has_memory(known.tensor)
             if is_there and known.version == version_of(known.tensor):
                 self._pairs.append((known.tensor, known.copy))
-        now, before = (parts_of([pair[side] for pair in self._pairs]) for side in (0, 1))
-        pairs = paired_outputs(now, before)
-        if isinstance(pairs, str):
-            return False
-        return not any(differ(pairs, Tolerance()))
+        if not self._pairs:
+            return True
+        pairs = comparable(*map(list, zip(*self._pairs, strict=True)))
+        return pairs is not None and not any(differ(pairs, Tolerance()))
 
 
 def chosen(tensor: Tensor, rows: BatchRows | None) -> Tensor:
@@ -407,6 +396,11 @@ class RecordingSide:
         return self.recording[label][self._rows]
 
     def inputs(self, label: RowIdx) -> Inputs | None:
+        """Return the parts of a layer's inputs; None if they are not known."""
+        received = self.received(label)
+        return None if received is None else parts_of_inputs(received)
+
+    def received(self, label: RowIdx) -> Inputs | None:
         """Return a layer's inputs; None if they are not known, as for parts of batches."""
         if self._batch is None or label not in self.recording.calls.labels:
             return None
@@ -505,9 +499,7 @@ def _kept_digests(recording: Recording, label: RowIdx) -> Tensor | None:
 # -- the samples that are compared together --------------------------------------------------------
 
 
-def sample_blocks(
-    reference: Side, candidate: Side, feed: Feed, rows: Rows | None
-) -> Iterator[SampleBlock]:
+def sample_blocks(reference: Side, candidate: Side, feed: Feed) -> Iterator[SampleBlock]:
     """Yield the samples to compare, part by part: batches if a network runs on them.
 
     Parameters
@@ -515,30 +507,28 @@ def sample_blocks(
     reference, candidate : Side
         The reference and the candidate.
     feed : Feed
-        The batches.
-    rows : Rows or None
-        What a row is, if networks run and it is not a sample.
+        The batches, and what a row is, if networks run and it is not a sample.
     """
     networks = [side for side in (reference, candidate) if isinstance(side, NetworkSide)]
     recordings = [side for side in (reference, candidate) if isinstance(side, RecordingSide)]
     if networks:
-        return _batches(networks[0], recordings, feed, rows)
+        return _batches(networks[0], recordings, feed)
     return _parts(*recordings)
 
 
 def _batches(
-    net: NetworkSide, recordings: Sequence[RecordingSide], feed: Feed, rows: Rows | None
+    net: NetworkSide, recordings: Sequence[RecordingSide], feed: Feed
 ) -> Iterator[SampleBlock]:
     """Yield the batches, and check that a recording has just their samples."""
     block, missing, has_rows = None, list[SampleId](), dict[str, bool]()
-    advice = Advice(net.net, replace(feed.asked, rows=rows))
+    advice = Advice(net.net, feed.asked)
     root = net.architecture[0, 1]
     for batch, _ in feed:
         inputs = net.feed.inputs(batch)
         source = Source(net.net, batch, inputs, feed.number, root, root.input_shape, has_rows)
         if feed.number == 0:
             advice.look_at(source)
-        block = _block(net, source, feed, rows)
+        block = _block(net, source, feed)
         feed.num_samples += len(block.ids)
         missing += [sample for side in recordings for sample in side.missing(block.ids)]
         if not missing:
@@ -554,9 +544,9 @@ def _batches(
             refuse_missing(side.unseen(), "the batches", f"the {side.what} has")
 
 
-def _block(net: NetworkSide, source: Source, feed: Feed, rows: Rows | None) -> SampleBlock:
+def _block(net: NetworkSide, source: Source, feed: Feed) -> SampleBlock:
     """Return the samples of a batch."""
-    batch, inputs = source.batch, source.inputs
+    batch, inputs, rows = source.batch, source.inputs, feed.asked.rows
     if rows is None:
         ids, _ = feed.ids(batch, inputs)
         return SampleBlock(ids, batch, net.feed, taken_apart(inputs), feed.number)
