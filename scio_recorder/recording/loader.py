@@ -160,9 +160,6 @@ class RecordingLoader(IterableDataset[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        for samples in self.layers.values():
-            if len(samples) != self._num_rows:
-                raise RecordingError("the recording has grown since it was opened: open it again")
         worker, skipped = get_worker_info(), int(self._shared[_BATCHES])
         part, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         self._shared[_HAS_WORKERS] = worker is not None

@@ -362,12 +362,29 @@ def test_shards_of_several_processes_complete_or_not(tmp_path):
         assert torch.equal(torch.cat([batch for batch, _ in found]), recording["3"][:][rows])
 
 
-def test_a_recording_that_has_grown_is_opened_again(tmp_path):
-    recording = collected("disk", tmp_path)
-    loader = recording.loader("0", batch_size=4)
-    loader._num_rows += 1
-    with pytest.raises(RecordingError, match="has grown"):
-        iter(loader)
+def test_a_pickled_recording_stays_as_it_was_opened(tmp_path):
+    rnet = recorder("0")
+
+    def collect(place: Any, rank: int) -> Recording:
+        data = torch.full((3, 4), float(rank + 1))
+        store = Disk(place, rank=rank, world_size=2)
+        return rnet.collect([data], store=store, sample_ids=lambda _: [*range(rank, 6, 2)])
+
+    collect(tmp_path / "run", 1)
+    recording = open_recording(tmp_path / "run")
+    expected = recording["0"][:].clone()
+    pickled = pickle.dumps((recording, recording["0"], recording.loader("0", batch_size=2)))
+    # Rows of the first rank come before those that are there.
+    collect(tmp_path / "run", 0)
+    again, values, loader = pickle.loads(pickled)
+    for read in (again["0"][:], values[:], torch.cat([*loader])):
+        assert torch.equal(read, expected)
+    assert again.num_rows == len(again.sample_ids) == 3
+    assert not again.complete
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    collect(tmp_path / "run", 0)
+    with pytest.raises(RecordingError, match="holds another recording by now: open it again"):
+        pickle.loads(pickled)
 
 
 def count_checksums(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -356,6 +356,14 @@ class Chunk:
         file.content = {}
 
 
+class Extent(NamedTuple):
+    """What a reader has found: the numbers of commits by rank, complete ranks, and a digest."""
+
+    counts: Mapping[int, int]
+    closed: set[int]
+    fingerprint: str
+
+
 @dataclass
 class Run:
     """A recording at its place: its description, and the ranks that were read."""
@@ -371,6 +379,12 @@ class Run:
         chunks = self.chunks[rank]
         before = chunks[-1].samples_before + len(chunks[-1].ids) if chunks else 0
         chunks.append(Chunk(self.medium, self.description, rank, len(chunks), before, stated))
+
+    def shorten(self, extent: Extent) -> None:
+        """Leave out what a reader has not found."""
+        for rank, chunks in self.chunks.items():
+            del chunks[extent.counts.get(rank, 0) :]
+        self.closed = extent.closed
 
     @property
     def is_complete(self) -> bool:
@@ -658,6 +672,8 @@ class RunReader(RowReader):
         The rank whose part to read; None for the whole recording.
     run
         What is there to read, as its writer knows it: it is looked for otherwise.
+    extent
+        What another reader has found: what has been added since is not read.
 
     Attributes
     ----------
@@ -711,11 +727,14 @@ class RunReader(RowReader):
         verify: bool = False,
         rank: int | None = None,
         run: Run | None = None,
+        extent: Extent | None = None,
     ) -> None:
         self.rank, medium = rank, medium_at(path)
         self.path = medium.path
         self.span_bytes, self.num_readers = medium.span_bytes, medium.num_readers
         self.run = run or scan(medium, rank)
+        if extent is not None:
+            self.run.shorten(extent)
         self.header = self.run.description.header
         self.layers: Table = self.run.description.layers
         self.rows: Table | None = self.run.description.rows
@@ -736,6 +755,8 @@ class RunReader(RowReader):
         counts = [sum([len(chunk.ids) for chunk in rank]) for rank in self.run.chunks.values()]
         befores = accumulate(counts, initial=0)
         self._first_samples = dict(zip(self.run.chunks, befores, strict=False))
+        if extent is not None and self.fingerprint() != extent.fingerprint:
+            raise FormatError(f"{self.path} holds another recording by now: open it again")
         if verify:
             for report in self.verify():
                 if report.problem is not None:
@@ -800,7 +821,9 @@ class RunReader(RowReader):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), rank=self.rank), (for_others(self.path),)
+        counts = {rank: len(chunks) for rank, chunks in self.run.chunks.items()}
+        extent = Extent(counts, self.run.closed, self.fingerprint())
+        return partial(type(self), rank=self.rank, extent=extent), (for_others(self.path),)
 
     def _count_on(self, samples: NDArray[numpy.int64], chunk: Chunk) -> None:
         """Count samples over all ranks; a chunk counts those of its own rank."""
