@@ -35,6 +35,8 @@ __all__ = [
 DepthIdx: TypeAlias = tuple[int, int]
 _T = TypeVar("_T")
 
+# What nested tensors raise, which have dimensions without a single length.
+_WITHOUT_LENGTH = (RuntimeError, ValueError, TypeError, AttributeError)
 _PRINTED_LABEL = re.compile(r"\s*([0-9]{1,18})\s*-\s*([0-9]{1,18})\s*")
 
 
@@ -498,14 +500,16 @@ def _spec(value: Any) -> TensorSpec | None:
 
 
 def _shape(value: Any) -> Any:
-    if isinstance(value, Tensor):
+    if not isinstance(value, Tensor):
+        return value.shape if isinstance(value, TensorSpec) else None
+    try:
+        return tuple(map(int, value.shape))
+    except _WITHOUT_LENGTH:
         return tuple(_length(value, dim) for dim in range(value.dim()))
-    return value.shape if isinstance(value, TensorSpec) else None
 
 
 def _length(tensor: Tensor, dim: int) -> int:
-    # Nested tensors have dimensions without a single length.
     try:
         return int(tensor.size(dim))
-    except (RuntimeError, ValueError, TypeError, AttributeError):
+    except _WITHOUT_LENGTH:
         return -1

@@ -176,10 +176,9 @@ class GraphMemory:
 
     _NUM_LEARNING = 3
 
-    def __init__(self) -> None:
-        self._held: Tensor | None = None
-        self._is_reused = False
-        self._num_passes = 0
+    _held: Tensor | None = None
+    _is_reused = False
+    _num_passes = 0
 
     def end(self, current: CompiledPass) -> None:
         """Take note of a pass that has ended, and copy its records if that may be needed."""

@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -110,7 +110,6 @@ class Capture:
         self.program = Program(architecture, recording, self.options)
         # With the operations that are recorded, and others of their functions.
         self.architecture = self.program.architecture
-        self._settings = Settings(net)
         self._shards = Shards(self.architecture, recording)
         self._known: dict[object, Setting] = {}
         # The recorder owns them: they are the user's, and may refer to the recorder.
@@ -148,6 +147,11 @@ class Capture:
         self._latest = _Latest()
         self._compiled = None
         self._known.clear()
+
+    @cached_property
+    def _settings(self) -> Settings:
+        """Return what distinguishes settings, which nobody needs before the first pass."""
+        return Settings(self.net)
 
     @contextlib.contextmanager
     def without_hooks(self) -> Iterator[None]:

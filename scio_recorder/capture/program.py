@@ -101,7 +101,8 @@ class Program:
     def __init__(
         self, architecture: Architecture, recording: tuple[RowIdx, ...], options: RecordOptions
     ) -> None:
-        self.attention = find_attention(architecture, options.attention)
+        wanted = options.attention
+        self.attention = find_attention(architecture, wanted) if wanted else {}
         # What is kept for attention alone is in no records that users read.
         self.hidden = {row.label for calls in self.attention.values() for row in calls}
         self.hidden -= {*recording}

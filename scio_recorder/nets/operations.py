@@ -128,7 +128,7 @@ class ValueRequests(LibraryMode):
         """Follow the operations of this thread inside the block."""
         try:
             self.is_paused = False
-            with private.operations_made_by(lambda mode, *call: self._operate(*call)), self:
+            with private.operations_made_by(self._operate), self:
                 yield
         finally:
             # An interruption can leave a torch mode active, which must do nothing then.

@@ -176,7 +176,7 @@ def unknown_keyword(
     >>> unknown_keyword(nn.ReLU(), {"dont_recrd": True})
     "rnet() and the network's forward name no dont_recrd=; the closest name is 'dont_record'"
     """
-    if known is _OF_CALL and not any(map(_is_like_ours, keywords)):
+    if not keywords or (known is _OF_CALL and not any(map(_is_like_ours, keywords))):
         return ""
     taken, takes_any = _argument_names(net), takes_any_keyword(net)
     for name, value in keywords.items():

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scio_recorder.errors import ShardWarning, UnsupportedNetError, warn
+from scio_recorder.interpreter import cached_by_class
 from scio_recorder.layer import DepthIdx, RowIdx, Shard
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.hookable import hooked
@@ -93,15 +94,16 @@ def is_dtensor(value: Any) -> bool:
     return isinstance(value, dtensor_type())
 
 
-def plain_type(module: nn.Module) -> type[nn.Module]:
-    """Return the original class of a module, not the one that ``fully_shard`` makes of it.
+@cached_by_class
+def plain_type(kind: type) -> type:
+    """Return the class of modules of which ``fully_shard`` has made another one, or the class.
 
     Examples
     --------
-    >>> plain_type(nn.ReLU())
+    >>> plain_type(nn.ReLU)
     <class 'torch.nn.modules.activation.ReLU'>
     """
-    kinds = type(module).__mro__
+    kinds = kind.__mro__
     made = [kinds.index(kind) for kind in loaded(FSDP, "FSDPModule") if kind in kinds]
     return kinds[made[0] + 1] if made else kinds[0]
 
@@ -236,9 +238,7 @@ class Following:
                 stack.callback(setattr, kind, "to_local", to_local)
                 kind.to_local = lambda tensor, **how: self._taken(tensor, to_local(tensor, **how))
             stack.enter_context(hooked(self._net, after=self._end))
-            stack.enter_context(
-                private.operations_made_by(lambda mode, *call: self._operate(*call))
-            )
+            stack.enter_context(private.operations_made_by(self._operate))
             yield
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

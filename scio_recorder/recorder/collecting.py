@@ -109,17 +109,6 @@ class Collecting(nn.Module):
             )
         refuse_part_of_fsdp(self._net)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A module would hide in `_modules`, unseen.
-        if isinstance(getattr(type(self), name, None), property):
-            raise caught_as(
-                ArgumentError,
-                AttributeError(),
-                f"rnet.{name} can't be set: choose layers by rnet.record(...), and wrap another "
-                "network by another Recorder(net, ...)",
-            )
-        super().__setattr__(name, value)
-
     @property
     def net(self) -> nn.Module:
         """The wrapped network."""

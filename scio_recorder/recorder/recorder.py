@@ -181,6 +181,17 @@ class Recorder(Collecting, Outlined, private.NotReplicated):
         self._gradient_hooks = OrderedDict()
         self._install(Capture(net, architecture))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A module would hide in `_modules`, unseen.
+        if isinstance(getattr(type(self), name, None), property):
+            raise caught_as(
+                ArgumentError,
+                AttributeError(),
+                f"rnet.{name} can't be set: choose layers by rnet.record(...), and wrap another "
+                "network by another Recorder(net, ...)",
+            )
+        super().__setattr__(name, value)
+
     def _install(self, capture: Capture) -> None:
         capture.gradient_hooks = weakref.ref(self._gradient_hooks)
         capture.blocks = self._blocks

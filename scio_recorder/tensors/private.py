@@ -689,10 +689,10 @@ def replace_function_mode(old: Any, new: Any, num_above: int = 0) -> int | None:
     return before
 
 
-@needs("torch._C.DisableTorchFunction", "labelling")
-def no_function_modes() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which no function mode takes the calls of this thread."""
-    return torch._C.DisableTorchFunction()
+# Returns a context in which no function mode takes the calls of this thread.
+no_function_modes: Callable[[], contextlib.AbstractContextManager[None]] = lookup(
+    "torch._C.DisableTorchFunction", "labelling"
+)
 
 
 def is_exporting() -> bool:
@@ -768,8 +768,8 @@ def run_without_overrides(function: Callable[..., Any], args: Any, kwargs: Any) 
 def operations_made_by(call: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which a function runs every operation of this thread.
 
-    It is given the mode, the operation, the types of tensors other than torch's own, and what the
-    operation receives: a tuple, and a dictionary unless there are no keywords.
+    It is given the operation, the types of tensors other than torch's own, and what the operation
+    receives: a tuple, and a dictionary unless there are no keywords.
     """
     mode = _dispatch_mode()()
     mode.call = call
@@ -783,7 +783,7 @@ def _dispatch_mode() -> Any:
     def run(mode: Any, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(operation, torch._ops.OpOverload):
             return operation(*args, **kwargs or {})
-        return mode.call(mode, operation, types, args, kwargs)
+        return mode.call(operation, types, args, kwargs)
 
     # Torch would wrap a mode with its own method in a function that imports the compiler. There is
     # one class, since each lives until garbage is collected, with all that it refers to.

@@ -291,7 +291,7 @@ def try_run_without_overrides(run: Callable[[Callable[..., Any], Any, Any], Any]
 def try_operations_made_by(made_by: Callable[[Any], Any]) -> bool:
     asking = []
 
-    def call(mode: Any, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asking.append(torch.Tag.data_dependent_output in operation.tags)
         return operation(*args, **kwargs or {})
 

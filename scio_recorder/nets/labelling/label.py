@@ -285,8 +285,8 @@ def _label(
     # The user's hooks may have side effects, so they are left out, unless the net can't run without
     # them.
     # Gradients cost memory, so they are off, unless the net itself differentiates something.
-    has_hooks = any(any(private.forward_hooks(module)) for module in net.modules())
-    hook_choices = (False, True) if has_hooks and not in_step else (False,)
+    hooks = [vars(part).get(name) for part in net.modules() for name in private.FORWARD_HOOKS]
+    hook_choices = (False, True) if any(hooks) and not in_step else (False,)
     # Functions that compile themselves, such as `flex_attention`, fail while they are followed, on
     # older versions of torch.
     follow_choices = (is_followed,) if in_step else dict.fromkeys((is_followed, False))
@@ -391,7 +391,7 @@ def _layer(row: Row, name: str) -> Layer:
         label=Label((row.depth, row.depth_index or 0)),
         name=name,
         module=row.module,
-        type_name=plain_type(row.module).__name__,
+        type_name=plain_type(type(row.module)).__name__,
         call=row.call,
         input_shape=row.input_shape if has_returned else None,
         num_params=int(row.num_params),

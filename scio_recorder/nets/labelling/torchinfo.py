@@ -294,11 +294,10 @@ def _without_modes(hook: Callable[..., None], *call: Any) -> None:
 
 
 def _input_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shapes = shapes_of(args)
-    named = shapes_of(kwargs)
     if not kwargs:
-        return shapes[0] if len(args) == 1 else shapes
-    return (*shapes, named) if args else named
+        return shapes_of(args[0] if len(args) == 1 else args)
+    named = shapes_of(kwargs)
+    return (*shapes_of(args), named) if args else named
 
 
 class Statistics(ModelStatistics):
