@@ -378,4 +378,4 @@ class _ObservingHook(Uncopied):
         # The keyword arguments are missing if another thread is just adding or removing the hook.
         if function is None or len(call) != self.num_values:
             return None
-        return function(self.name, *call)
+        return private.apart_from_modes(function, self.name, *call)

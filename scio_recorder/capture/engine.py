@@ -352,7 +352,7 @@ class Capture:
                 if stop.owner is not current:
                     raise
             local.active, local.log = outer, outer_log
-            unseen(self._finish, current)
+            unseen(private.apart_from_modes, self._finish, current)
             RUNNING.pop(id(current), None)
         except BaseException as error:
             # An interruption can come anywhere, even before the pass has begun to run.

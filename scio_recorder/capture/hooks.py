@@ -127,7 +127,7 @@ class ModuleHook(Uncopied):
         if active is not None:
             take = active.receivers[self.index]
             if take is not None:
-                take(output)
+                private.apart_from_modes(take, output)
                 active.log += self.index, NOTHING, 0
                 return None
             if active.fast[self.index] and (version := plain_version(output)) is not None:

@@ -33,6 +33,7 @@ from scio_recorder.nets.records import Entries, Entry, Inputs, Recorded, Records
 from scio_recorder.nets.refusals import cast_for, refuse_unkeepable
 from scio_recorder.nets.state.moment import LiveMoment
 from scio_recorder.postprocessors.assigning import Assigned
+from scio_recorder.tensors import private
 from scio_recorder.tensors.ownership import Hold, holder, plain_version
 from scio_recorder.tensors.properties import memories_of
 from scio_recorder.tensors.structures import taken_apart
@@ -251,7 +252,8 @@ class Pass:
         if self.posts.acts:
             row = self.program.architecture[label]
             handed = self.posts.after(label, output, row)
-        kept = self._keep(positions[count], CallKey(label, number), output, handed, start)
+        call = positions[count], CallKey(label, number), output, handed, start
+        kept = private.apart_from_modes(self._keep, *call)
         self.log += index, kept, 0
         if self._left is not None:
             self._left -= 1
@@ -280,7 +282,7 @@ class Pass:
         # Which call of a module it is shows when it returns.
         is_recorded = label is not None or index < len(self.program.modules)
         if is_recorded and index in self.program.keeps_inputs:
-            self._keep_inputs(index, args, kwargs)
+            private.apart_from_modes(self._keep_inputs, index, args, kwargs)
         return changed
 
     def _starting(self, index: int) -> RowIdx | None:

@@ -764,6 +764,18 @@ def run_without_overrides(function: Callable[..., Any], args: Any, kwargs: Any) 
         return function(*args, **kwargs)
 
 
+@needs("torch.utils._python_dispatch._disable_current_modes", "recording")
+def apart_from_modes(function: Callable[..., T], *args: Any) -> T:
+    """Call a function whose operations no dispatch mode sees.
+
+    That of selective checkpointing counts operations, and gives them out again in the second run.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return function(*args)
+    with torch.utils._python_dispatch._disable_current_modes():
+        return function(*args)
+
+
 @needs("torch.utils._python_dispatch.TorchDispatchMode", "force_static_flow")
 def operations_made_by(call: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which a function runs every operation of this thread.

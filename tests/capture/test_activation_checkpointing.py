@@ -5,12 +5,17 @@ The truth is the same net without the regions, with plain hooks in the place of 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from tests.capture.test_regions import REENTRANT, around, bare, intervene, nested
 from tests.harness import recorder
@@ -160,6 +165,49 @@ def test_a_recorder_that_is_run_again_itself_keeps_the_records_of_its_pass(
         output.sum().backward()
     assert len(passes) == 1
     assert rnet.activations is before
+
+
+def saving(function: Any, *args: Any) -> Any:
+    """Run a region whose results are all kept, and given out in their order in the second run."""
+    keep_all = partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE
+    )
+    return checkpoint(function, *args, use_reentrant=False, context_fn=keep_all)
+
+
+def copying(call: Callable[..., Any]) -> nn.Module:
+    """Return the net of `build`, whose block does what recording does as well: it copies."""
+    net: Any = build(call)
+    net.block[1] = Net(lambda _, x: x.tanh().clone().sin())
+    return net  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("post", [None, scaled(3.0)], ids=["none", "scaled"])
+@pytest.mark.parametrize("options", [{}, {"inputs": True, "gradients": True}, {"copy": "always"}])
+def test_selective_checkpointing_does_not_count_what_recording_computes(
+    options: Any, post: Any
+) -> None:
+    rnet, net = recorder(copying(saving), *SELECTED), plain(post, copying)
+    rnet.record(*SELECTED, "block.0/linear", **options)
+    for _ in range(2):
+        (x,) = inputs(1)
+        posts = None if post is None else dict.fromkeys(SELECTED, post)
+        assert_same_gradients(rnet.net, rnet(x, activation_postproc=posts), net, net(x))
+
+
+def test_selective_checkpointing_does_not_count_what_a_block_computes() -> None:
+    rnet, net = recorder(copying(saving), *SELECTED), plain(None, copying)
+    weight, logged = torch.randn(4, 4), []
+    with (
+        rnet.collecting(
+            transform=lambda activation, batch: nn.functional.linear(activation, weight, weight[0])
+        ),
+        rnet.track(stash=lambda event: logged.append(weight.tanh())),
+    ):
+        for _ in range(2):
+            (x,) = inputs(1)
+            assert_same_gradients(rnet.net, rnet.net(x), net, net(x))
+    assert logged
 
 
 class Passing(torch.autograd.Function):

@@ -255,6 +255,19 @@ def try_no_function_modes(no_modes: Callable[[], contextlib.AbstractContextManag
     return mode.calls == [Tensor.log]
 
 
+def try_apart_from_modes(apart: Callable[..., Any]) -> bool:
+    tensor, seen = torch.ones(1, device="cpu"), []
+
+    def note(mode: Any, operation: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(operation)
+        return operation(*args, **kwargs or {})
+
+    with private.operations_made_by(note):
+        apart(tensor.exp)
+        tensor.log()
+    return bool(seen == [torch.ops.aten.log.default])
+
+
 def try_generation_in(generation_in: Callable[[Any], tuple[str, int] | None]) -> bool:
     class Config:
         num_return_sequences = 2
