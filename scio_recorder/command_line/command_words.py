@@ -283,5 +283,6 @@ def rows_of(text: str | None) -> Any:
     if text is None or text in _ROWS:
         return text and _ROWS[text]()
     if ":" not in text:
-        raise UsageError(f"--rows {text!r}: write tokens, nodes, or MODULE:NAME for Tokens(...)")
+        words = ", ".join(_ROWS)
+        raise UsageError(f"--rows {text!r}: write {words}, or MODULE:NAME for Tokens(...)")
     return made(text)

@@ -359,7 +359,8 @@ class LayerOptions:
     def settings(self, net: nn.Module) -> dict[str, Any]:
         """Return, as JSON, all that decides the values besides the data and the architecture.
 
-        Functions count only by whether they are given, since they can't be compared. The weights of
+        Functions count only by whether they are given, since they can't be compared. Earlier
+        recordings lack later options, so these stand here only if they are used. The weights of
         the net are missing, since reading all of them takes time: see `weights_digest`.
         """
         from scio_recorder.reductions.base import of_each

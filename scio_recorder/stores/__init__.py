@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from scio_recorder.errors import CollectError
 from scio_recorder.nets.architecture import nearest
@@ -47,6 +48,9 @@ __all__ = [
     "wait_for",
 ]
 
+# A place follows "disk:", and a URL is a place itself.
+_WORDS: dict[str, Callable[[], Store]] = {"device": Device, "host": Host, "auto": Auto}
+
 
 def as_store(given: str | Store | None) -> Store:
     """Return the store that a name stands for.
@@ -74,13 +78,9 @@ def as_store(given: str | Store | None) -> Store:
     """
     if isinstance(given, Store):
         return given
-    if given == "device":
-        return Device()
-    if given in ("host", None):
-        return Host()
-    if given == "auto":
-        return Auto()
     name, _, place = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if given is None or (name in _WORDS and given == name):
+        return _WORDS[name or "host"]()
     if name == "disk" and place:
         return Disk(place)
     if isinstance(given, str) and is_url(given):
@@ -91,11 +91,12 @@ def as_store(given: str | Store | None) -> Store:
         hint = f': write store="disk:{os.fspath(given)}"'
     elif name in known:
         hint = f': write store="{known[name]}"'
-    elif name != "disk" and (near := nearest(name, ["device", "host", "disk", "auto"])):
+    elif name != "disk" and (near := nearest(name, [*_WORDS, "disk"])):
         hint = near
     elif name not in ("", "disk") and not place:
         hint = f': write store="disk:{name}" for a folder'
+    words = "".join(f'"{word}", ' for word in _WORDS)
     raise CollectError(
-        f'store={given!r} names no store{hint}. A store is "device", "host", "disk:PATH", "auto", '
+        f'store={given!r} names no store{hint}. A store is {words}"disk:PATH", '
         'None, "s3://BUCKET/RUN", or an object from scio_recorder.stores'
     )

@@ -135,6 +135,11 @@ def test_the_command_has_the_options_that_need_no_code(capsys: pytest.CaptureFix
     for field in dataclasses.fields(CollectOptions):
         word = words.get(field.name, f"--{field.name.replace('_', '-')}")
         assert (word in offered) == (field.name not in left_out), field.name
+        # Messages name it as the command does; these two are said by what is written for them.
+        if word in offered and field.name not in ("store", "resume"):
+            assert "In Python" not in command_message(f"give {field.name}=")
+    page = (PACKAGE.parent / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    assert {word for word in offered if f"`{word}" not in page} == {"--help"}
 
 
 def test_a_warning_is_one_line_in_words_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

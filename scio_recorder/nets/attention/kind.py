@@ -344,7 +344,8 @@ class AttentionKind(ABC):
     """How one kind of attention is recognised, read and changed.
 
     A kind is a row of ``KINDS``, and nothing else in the library knows its functions. It has no
-    state: objects of it are kept with operations, and pickled.
+    state: objects of it are kept with operations, and pickled. `Eager` is the kind of any one
+    function that turns scores into weights, which a product follows.
     """
 
     @abstractmethod
