@@ -230,8 +230,8 @@ class Held:
     Parameters
     ----------
     values : mapping
-        The rows of each layer, [rows, ...], by label. A row is a sample, unless ``num_rows`` is
-        given.
+        The rows of each layer, [rows, ...], by label, which are asked for once. A row is a sample,
+        unless ``num_rows`` is given.
     sample_ids : SampleIds
         One for each sample.
     calls : Calls

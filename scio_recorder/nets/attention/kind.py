@@ -350,7 +350,10 @@ class AttentionKind(ABC):
 
     @abstractmethod
     def recogniser(self) -> Callable[[SeenOperation], SeenAttention | None]:
-        """Return a function that is given operations in order, and returns what one completes."""
+        """Return a function that is given operations in order, and returns what one completes.
+
+        It runs inside of the network's forward, so what it raises is taken for the network's error.
+        """
 
     @abstractmethod
     def attention(self, layout: Any, parts: Sequence[Any]) -> Attention:
