@@ -14,7 +14,6 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -508,9 +507,8 @@ class Comparison:
     @property
     def _first(self) -> _Noted | None:
         """The first layer that makes a difference so far, or else that differs."""
-        makers = (layer.maker for layer in self._layers)
-        others = (layer.first for layer in self._layers)
-        return next(filter(None, chain(makers, others)), None)
+        noted = [layer.maker for layer in self._layers] + [layer.first for layer in self._layers]
+        return next(filter(None, noted), None)
 
     def _in_turn(self, first: Callable[[], _T], second: Callable[[], _T]) -> tuple[_T, _T]:
         """Let both sides act, networks with the same random numbers and from the same state."""
@@ -604,9 +602,11 @@ def _distinct(
     pairs: Sequence[PartPair],
 ) -> tuple[dict[tuple[int, int], PartPair], dict[tuple[int, int], PartPair]]:
     """Return the pairs of tensors that can be measured, and those of plain values."""
-    distinct = {pair.key: pair for pair in pairs if pair.is_of_one_shape}
-    held = {key: pair for key, pair in distinct.items() if isinstance(pair.reference, Tensor)}
-    return held, {key: pair for key, pair in distinct.items() if key not in held}
+    held, values = dict[tuple[int, int], PartPair](), dict[tuple[int, int], PartPair]()
+    for pair in pairs:
+        if pair.is_of_one_shape:
+            (held if isinstance(pair.reference, Tensor) else values)[pair.key] = pair
+    return held, values
 
 
 def _received(inputs: InputPairs | None, differing: Collection[tuple[int, int]]) -> _Received:

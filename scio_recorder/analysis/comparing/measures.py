@@ -162,7 +162,8 @@ def measure_all(pairs: Sequence[tuple[Tensor, Tensor]], tolerance: Tolerance) ->
     """
     pieces, unequal = _pieces_and_unequal(pairs)
     equal = set(range(len(pieces))).difference(unequal)
-    known = {at: [*4 * [0.0], *3 * sums, 0.0] for at, sums in _read(_squares, pieces, equal)}
+    squares = _read(_squares, pieces, equal)
+    known = {at: [*4 * [0.0], *3 * sums, 0.0] for at, sums in squares.items()}
     known |= _read(partial(_figures, tolerance), pieces, unequal)
     # The sums of squares of both.
     others = [at for at, line in known.items() if not math.isfinite(line[4] + line[5])]
@@ -191,10 +192,10 @@ def differ(pairs: Sequence[tuple[Tensor, Tensor]], tolerance: Tolerance) -> list
         # Two NaNs may have other bits, and two dtypes the same numbers. Float8 has no largest one.
         one_dtype = [at for at in unequal if pieces[at].own.dtype is pieces[at].other.dtype]
         alike = [at for at in one_dtype if pieces[at].own.itemsize > 1]
-        differing = {at for at, (has_nan,) in _read(_has_nan, pieces, alike) if not has_nan}
+        differing = {at for at, nans in _read(_has_nan, pieces, alike).items() if nans == [0.0]}
     rest = [at for at in unequal if at not in differing]
     figures = _read(partial(_figures, tolerance, has_others=True), pieces, rest)
-    differing |= {at for at, (number, *_) in figures if number}
+    differing |= {at for at, (number, *_) in figures.items() if number}
     numbers = {pieces[at].number for at in differing}
     return [number in numbers for number in range(len(pairs))]
 
@@ -228,8 +229,8 @@ def _pieces_and_unequal(
     pieces = [piece for number, pair in enumerate(pairs) for piece in _pieces(number, *pair)]
     # Those of two dtypes are not.
     alike = [at for at, piece in enumerate(pieces) if piece.own.dtype is piece.other.dtype]
-    equal = {at for at, (is_unequal,) in _read(_are_unequal, pieces, alike) if not is_unequal}
-    return pieces, [at for at in range(len(pieces)) if at not in equal]
+    unequal = _read(_are_unequal, pieces, alike)
+    return pieces, [at for at in range(len(pieces)) if unequal.get(at) != [0.0]]
 
 
 def _step(tensor: Tensor) -> int:
@@ -261,16 +262,18 @@ def _stacked(bundle: Sequence[_Piece]) -> tuple[Tensor, Tensor]:
 
 def _read(
     stage: _Stage, pieces: Sequence[_Piece], numbers: Iterable[int]
-) -> Iterator[tuple[int, list[float]]]:
-    """Yield the figures of some pieces, by number: each device is waited for once."""
+) -> dict[int, list[float]]:
+    """Return the figures of some pieces, by number: each device is waited for once."""
     by_device: dict[torch.device, list[tuple[list[int], Tensor]]] = {}
     for bundle in _bundles(pieces, numbers):
         columns = stage(*_stacked([pieces[at] for at in bundle]))
         table = torch.stack([column.double() for column in columns], 1)
         by_device.setdefault(table.device, []).append((bundle, table))
+    known: dict[int, list[float]] = {}
     for results in by_device.values():
         bundles, tables = zip(*results, strict=True)
-        yield from zip(chain(*bundles), torch.cat(tables).tolist(), strict=True)
+        known |= zip(chain(*bundles), torch.cat(tables).tolist(), strict=True)
+    return known
 
 
 def measure_values(reference: Any, candidate: Any, tolerance: Tolerance) -> Figures:
@@ -313,8 +316,8 @@ def dense(tensor: Tensor) -> Tensor:
 
 def _are_unequal(own: Tensor, other: Tensor) -> Sequence[Tensor]:
     # Eight bytes take the time of one.
-    parts = own.shape[1], own.storage_offset(), other.storage_offset()
-    bits = _BITS[math.gcd(8, *(number * own.itemsize for number in parts))]
+    number = math.gcd(own.shape[1], own.storage_offset(), other.storage_offset())
+    bits = _BITS[math.gcd(8, number * own.itemsize)]
     return [_unequal(own.view(bits), other.view(bits)).view(torch.uint8).amax(1)]
 
 

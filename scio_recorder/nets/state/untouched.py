@@ -189,15 +189,15 @@ def _set_items_of(
 ) -> None:
     """Give containers of one kind their items again; mostly all have them, which is seen fast."""
     is_mapping, joined_up = base in MAPPINGS, itertools.chain.from_iterable
-    pairs = [(map(base.__iter__, values), items)]
+    now, before = joined_up(map(base.__iter__, values)), joined_up(items)
     if is_mapping:
-        pairs.append((map(base.values, values), mapped))
-    if [*map(base.__len__, values)] != [*map(len, items)] or not all(
-        all(map(is_, joined_up(now), joined_up(before))) for now, before in pairs
-    ):
+        now = itertools.chain(now, joined_up(map(base.values, values)))
+        before = itertools.chain(before, joined_up(mapped))
+    are_as_long = [*map(base.__len__, values)] == [*map(len, items)]
+    if not (are_as_long and all(map(is_, now, before))):
         for value, keys, mapped_to in zip(values, items, mapped, strict=True):
-            now = [*base.__iter__(value), *(base.values(value) if is_mapping else ())]
-            if [*map(id, now)] != [*map(id, (*keys, *mapped_to))]:
+            parts = [*base.__iter__(value), *(base.values(value) if is_mapping else ())]
+            if [*map(id, parts)] != [*map(id, (*keys, *mapped_to))]:
                 refill(value, base, zip(keys, mapped_to, strict=True) if is_mapping else keys)
 
 
