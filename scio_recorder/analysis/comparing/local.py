@@ -36,7 +36,14 @@ from scio_recorder.analysis.comparing.exact import (
     partners,
     rounded,
 )
-from scio_recorder.analysis.comparing.faults import Fault, LocalErrors, LocalFigures
+from scio_recorder.analysis.comparing.faults import (
+    Fault,
+    Kind,
+    LocalErrors,
+    LocalFigures,
+    SlotFigures,
+    judged,
+)
 from scio_recorder.analysis.comparing.forced import (
     CallLabels,
     ForcedPass,
@@ -47,7 +54,6 @@ from scio_recorder.analysis.comparing.forced import (
     like,
     places,
 )
-from scio_recorder.analysis.comparing.judging import Kind, SlotFigures, judged
 from scio_recorder.analysis.comparing.matching import Pair
 from scio_recorder.analysis.comparing.measures import Figures, Tolerance, measure_all
 from scio_recorder.analysis.comparing.pairing import comparable
