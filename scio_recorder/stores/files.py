@@ -99,6 +99,8 @@ _ABOUT_IT = {
     Tensor.size,
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
 }
+# Functions whose names end as if they wrote numbers.
+_NO_WRITES = {Tensor.requires_grad_, Tensor.share_memory_}
 _INDICES = (torch.int8, torch.int16, torch.int32, torch.int64)
 _SPAN_BYTES = 16 << 20
 # Devices that copy from pinned memory while the host works.
@@ -231,7 +233,7 @@ class DiskTensor(Tensor):
             return private.run_without_overrides(func, args, kwargs or {})
         if func is Tensor.__getitem__ and isinstance(args[0], DiskTensor):
             return args[0]._item(args[1])
-        if func is Tensor.__setitem__ and isinstance(args[0], DiskTensor):
+        if _writes(func, args, kwargs or {}):
             raise TypeError("a recording on disk is read-only: write to x[:] instead")
         if func in (Tensor.to, Tensor.cuda) and isinstance(args[0], DiskTensor):
             empty = torch.empty((0, *args[0].shape[1:]), dtype=args[0].dtype, device="cpu")
@@ -351,6 +353,14 @@ def _begin_copy(place: Tensor, part: Tensor) -> Any:
     """Begin to copy to a GPU, and return the event that the copy has ended."""
     place.copy_(part, non_blocking=True)
     return torch.cuda.current_stream(place.device).record_event()
+
+
+def _writes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function by its name writes to rows on disk: it would write to a copy."""
+    name = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__") and func not in _NO_WRITES
+    written = args[0] if args and (is_in_place or func is Tensor.__setitem__) else kwargs.get("out")
+    return isinstance(written, DiskTensor)
 
 
 def _loaded(value: Tensor) -> Tensor:

@@ -178,8 +178,21 @@ def test_samples_on_disk_are_a_tensor(tmp_path):
     for row in (13, -14):
         with pytest.raises(IndexError, match=f"row {row} of 13"):
             lazy[row]
-    with pytest.raises(TypeError, match="read-only"):
-        lazy[0] = 0
+    writes = [
+        lambda: lazy.__setitem__(0, 0),
+        lambda: lazy.sub_(1),
+        lambda: nn.init.zeros_(lazy),
+        lambda: torch.add(wanted, 1, out=lazy),
+    ]
+    for write in writes:
+        with pytest.raises(TypeError, match=r"read-only: write to x\[:\]"):
+            write()
+    # What makes a tensor in memory anyway goes on with that.
+    less = lazy
+    less -= 1
+    assert torch.equal(less, wanted - 1)
+    assert torch.equal(nn.functional.relu(lazy, inplace=True), wanted.relu())
+    assert torch.equal(lazy[:].sub_(1), less)
 
 
 @pytest.mark.parametrize("known", [True, False])
