@@ -89,6 +89,12 @@ def _submodule(around: Any, path: Sequence[str]) -> Any:
 # -- rows ------------------------------------------------------------------------------------------
 
 
+class _Sized(NamedTuple):
+    """A tensor, as the ``data`` of something else."""
+
+    data: Tensor
+
+
 class Row(LayerInfo):
     """A row of torchinfo's table: a call of a module, or a module that was not called.
 
@@ -131,8 +137,12 @@ class Row(LayerInfo):
     @staticmethod
     def calculate_size(inputs: Any, batch_dim: int | None) -> tuple[list[int], int]:
         """Return a size as a flat list, with which torchinfo can compute, and bytes of elements."""
+        sized = inputs
+        if isinstance(inputs, list | tuple) and inputs and isinstance(inputs[0], Tensor):
+            # torchinfo reads `data` four times, and of a tensor each time is an operation.
+            sized = [_Sized(inputs[0])]
         try:
-            size, element_bytes = LayerInfo.calculate_size(inputs, batch_dim)
+            size, element_bytes = LayerInfo.calculate_size(sized, batch_dim)
         except Exception:
             leaves = [leaf for leaf in tensors(inputs) if not leaf.is_nested]
             size, element_bytes = (
@@ -140,7 +150,7 @@ class Row(LayerInfo):
             )
         flat = list(engine.flatten(size))
         # A jagged tensor has a dimension without a single length, and no size includes that.
-        return flat if all(type(n) is int for n in flat) else [], element_bytes
+        return flat if {*map(type, flat)} <= {int} else [], element_bytes
 
     def end(self, args: Any, output: Any, batch_dim: int | None) -> None:
         """Note what the call returned."""
