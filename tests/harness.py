@@ -19,6 +19,7 @@ from tests.oracle import freeze, generator_states, scalar_loss, seed_everything,
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
 
     from tests.zoo.base import Case
 
@@ -222,3 +223,21 @@ def trace(net: nn.Module) -> Any:
 
 def graph_tensors(value: Any) -> list[Tensor]:
     return [tensor for tensor in tensors(value) if tensor.requires_grad]
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt in a function of the recorder, ahead of its n-th bytecode."""
+
+    def __init__(self, function: str, bytecode: int) -> None:
+        self.function = function
+        self.remaining = bytecode
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if "scio_recorder" not in frame.f_code.co_filename:
+            return None
+        if frame.f_code.co_qualname == self.function:
+            frame.f_trace_opcodes = True
+            self.remaining -= event == "opcode"
+            if self.remaining == 0:
+                raise KeyboardInterrupt
+        return self

@@ -336,6 +336,9 @@ class Pass:
         """Drop everything: a traceback may keep this object alive."""
         for held in (self.log, self.inputs, self._pending, self.moments):
             held.clear()
+        # An interruption can come where own code has ended and its mode is about to be left.
+        if self.mode is not None:
+            private.replace_function_mode(self.mode, None)
         self._keeper = None
         self.gradients = None
         self.rerun = None

@@ -244,9 +244,10 @@ class OperationTrace(CallTrace, LibraryMode):
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._start(module, args, kwargs)
-        # A copy that the network makes of a module has no row.
+        # A copy that the network makes of a module has no hooks in a pass, and no name.
         open_calls = self._open.get(id(module))
-        self._current[-1] = open_calls[-1].row if open_calls else None
+        around = self._current[-2] if len(self._current) > 1 else None
+        self._current[-1] = open_calls[-1].row if open_calls else around
 
     def _leave(self, *call: Any) -> None:
         self._current[-1] = None

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from scio_recorder.errors import MutationError
+from scio_recorder.tensors import private
 from scio_recorder.tensors.properties import (
     Version,
     extent_of,
@@ -135,6 +136,7 @@ def refuse_lost(*tensors: Tensor) -> None:
             )
 
 
+@private.without_modes
 def twin(tensor: Tensor) -> Tensor:
     """Return a detached copy in new memory, with the same strides if possible.
 

@@ -175,6 +175,7 @@ def has_place(tensor: Tensor) -> bool:
         return False
 
 
+@private.without_modes
 def own_copy(tensor: Tensor) -> Tensor:
     """Return a copy in new memory with the same place in the graph.
 
@@ -236,6 +237,7 @@ def _copy_on_graph(tensor: Tensor) -> Tensor:
     return copy
 
 
+@private.without_modes
 def exchange(view: Tensor, own_references: int = 0) -> Tensor | None:
     """Keep a view's place on the graph from in-place operations, which would cut it out.
 

@@ -23,10 +23,10 @@ import operator
 import platform
 import sys
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from itertools import chain, islice, repeat, starmap
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -635,11 +635,29 @@ def function_modes() -> list[Any]:
 
 @needs("torch._C._push_on_torch_function_stack", "recording operations")
 def set_function_modes(modes: list[Any]) -> None:
-    """Replace the function modes of this thread."""
-    for _ in range(torch._C._len_torch_function_stack()):
-        torch._C._pop_torch_function_stack()
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
+    """Replace the function modes of this thread, by one instruction of the interpreter.
+
+    An interruption between two would lose modes of the user.
+    """
+    leaving = starmap(leave_function_mode, repeat((), num_function_modes()))
+    deque(chain(leaving, map(enter_function_mode, modes)), 0)
+
+
+def without_modes(function: Function) -> Function:
+    """Let no mode see what a function calls: the user's own might change what it returns."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        modes = function_modes()
+        if not modes:
+            return apart_from_modes(function, *args)
+        try:
+            set_function_modes([])
+            return apart_from_modes(function, *args)
+        finally:
+            set_function_modes(modes)
+
+    return call  # type: ignore[return-value]  # the same signature, by functools.wraps
 
 
 # Returns the number of function modes of this thread.

@@ -6,7 +6,9 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import pickle
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +25,7 @@ from scio_recorder.postprocessors import OnInput
 from scio_recorder.tensors import private
 from tests.garbage import garbage_left
 from tests.harness import (
+    Interrupt,
     attribute_names,
     hook_state,
     in_a_thread,
@@ -244,6 +247,56 @@ def test_the_calls_of_a_module_may_call_different_functions() -> None:
         assert same_bits(rnet.activations["1-2/cos"], (X.sin() + 1).cos())
 
 
+class Shifting(TorchFunctionMode):
+    """Changes what every function returns that is called inside it, also of who only copies."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return output + 1 if isinstance(output, Tensor) and output.dim() == 2 else output
+
+
+class ShiftingSines(TorchDispatchMode):
+    """Changes what sines and copies return."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return output + 1 if func._opname in ("sin", "clone") else output
+
+
+def test_a_dispatch_mode_that_changes_copies_changes_no_record() -> None:
+    rnet = wrap(Net(lambda _, x: x.sin().exp_() * 2))
+    for _ in range(2):
+        with ShiftingSines():
+            rnet(X)
+            # What lives on is copied when it is read.
+            output = rnet.activations["/mul"]
+        assert same_bits(rnet.activations["/sin"], X.sin() + 1)
+        assert same_bits(output, (X.sin() + 1).exp() * 2)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"copy": "always", "inputs": True}, {"offload": True}, {"gradients": True}]
+)
+def test_a_mode_that_changes_every_result_changes_no_record(options: dict[str, Any]) -> None:
+    # Where a view is overwritten, the network gets a copy.
+    net = Net(lambda net, x: net.block(x).view(4, 3).relu_() * 2, block=Block())
+    rnet = wrap(net, "*/*", "block.linear", **options)
+    weight, bias = net.block.linear.parameters()
+    for _ in range(3):
+        with Shifting():
+            output = rnet(X)
+            shape = rnet.activations["/view"].shape
+        # Own code runs inside the mode, and a layer returns what the mode made of it.
+        linear = nn.functional.linear(X, weight, bias) + 1
+        view = (nn.functional.gelu(linear) + 1 + X + 1).view(shape) + 1
+        assert same_bits(rnet.activations["block.linear"], linear)
+        assert same_bits(rnet.activations["block.linear/linear"], linear)
+        assert same_bits(rnet.activations["/view"], view)
+        assert same_bits(output, (view.relu() + 1) * 2 + 1)
+        if options.get("inputs"):
+            assert same_bits(rnet.inputs["block/gelu"].args[0], linear)
+
+
 class Doubling(TorchFunctionMode):
     """Computes something of its own with what a linear layer returns."""
 
@@ -364,6 +417,14 @@ def test_what_is_made_inside_a_forward_and_other_ways_to_forward() -> None:
         expected = nn.functional.gelu(X) + (0 + (X + 0) * 2 + (X + 1) * 2)
         assert same_bits(rnet.activations["/add:4"], expected)
         assert same_bits(rnet.activations["/add:5"], expected + 7)
+    copying = Net(lambda net, x: copy.deepcopy(net.block)(x).sin() + net.block(x), block=Block())
+    rnet = wrap(copying)
+    functions = [at.function for at in rnet.operations("") if at.function not in ("data", "clone")]
+    # The code of the copy, which has no name.
+    assert functions == ["linear", "gelu", "add", "sin", "add"]
+    for _ in range(2):
+        rnet(X)
+        assert same_bits(rnet.activations["/sin"], copying.block(X).sin())
     old = Body()
     plain = old.block.forward
     old.block.forward = lambda x: plain(x + 1).mul(2)  # type: ignore[method-assign]
@@ -407,6 +468,46 @@ def test_a_pass_that_fails_leaves_nothing() -> None:
     gc.collect()
     assert held() is None
     assert (hook_state(net), attribute_names(net)) == before
+
+
+@pytest.mark.parametrize("call", range(1, 7))
+def test_an_interruption_between_modules_leaves_no_mode(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net(lambda net, x: net.block(x) * 2, block=Block())
+    rnet = wrap(net)
+    replace, calls = private.replace_function_mode, itertools.count(1)
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return replace(*args)
+
+    monkeypatch.setattr(private, "replace_function_mode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rnet(X)
+    monkeypatch.undo()
+    assert private.function_modes() == []
+    rnet(X)
+    assert same_bits(rnet.activations["/mul"], net.block(X) * 2)
+
+
+def test_an_interruption_loses_no_mode_of_the_user() -> None:
+    modes, unwanted = [Counting(), Counting()], Interrupt("set_function_modes", 0)
+    outer = sys.gettrace()
+    for bytecode in range(1, 40):
+        unwanted.remaining = bytecode
+        with modes[0], modes[1]:
+            sys._getframe().f_trace_opcodes = True
+            sys.settrace(unwanted)
+            try:
+                private.set_function_modes(modes[::-1])
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(outer)
+            assert set(private.function_modes()) == set(modes)
+    assert unwanted.remaining > 0
 
 
 @pytest.mark.parametrize("options", [{}, {"inputs": True}])

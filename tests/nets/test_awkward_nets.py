@@ -7,7 +7,6 @@ from collections import deque
 from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from scio_recorder import Recorder, compare
 from scio_recorder.errors import FlowError, UnsupportedNetError
-from tests.harness import recorder
+from tests.harness import Interrupt, recorder
 from tests.zoo.base import Net, linear
 
 if TYPE_CHECKING:
@@ -158,24 +157,6 @@ class Fails(nn.Module):
         if self.is_failing:
             raise ArithmeticError
         return x * 1
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt in a function of the recorder, ahead of its n-th bytecode."""
-
-    def __init__(self, function: str, bytecode: int) -> None:
-        self.function = function
-        self.remaining = bytecode
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if "scio_recorder" not in frame.f_code.co_filename:
-            return None
-        if frame.f_code.co_qualname == self.function:
-            frame.f_trace_opcodes = True
-            self.remaining -= event == "opcode"
-            if self.remaining == 0:
-                raise KeyboardInterrupt
-        return self
 
 
 INTERRUPTS = [

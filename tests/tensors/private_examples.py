@@ -258,7 +258,7 @@ def try_no_function_modes(no_modes: Callable[[], contextlib.AbstractContextManag
 def try_apart_from_modes(apart: Callable[..., Any]) -> bool:
     tensor, seen = torch.ones(1, device="cpu"), []
 
-    def note(mode: Any, operation: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def note(operation: Any, types: Any, args: Any, kwargs: Any) -> Any:
         seen.append(operation)
         return operation(*args, **kwargs or {})
 

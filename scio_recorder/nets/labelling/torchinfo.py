@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -252,6 +252,10 @@ class CallTrace:
                 (name, child, depth + 1, around) for name, child in children if child is not None
             ]
 
+    def __deepcopy__(self, memo: Any) -> Self:
+        # A network may copy one of its modules while it runs, hooks included.
+        return self
+
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Take the calls inside a block."""
         before, after = (partial(_without_modes, hook) for hook in (self._start, self._end))
@@ -268,7 +272,7 @@ class CallTrace:
         return row
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A network may copy one of its modules while it runs, hooks included, and call the copy.
+        # A copy that the network makes of a module has no row.
         if id(module) in self._originals:
             row = self._add(self._originals[id(module)])
             row.input_shape = _input_shape(args, kwargs)
