@@ -25,8 +25,8 @@ def assert_undisturbed(
     ``call(*args, **kwargs)`` runs, from the same states of random generators. Compared are, bit for
     bit: what both return, gradients of parameters and inputs (where gradients are on), inputs,
     parameters with their ``grad`` and ``requires_grad``, buffers, training flags, classes, names of
-    attributes, and generators of torch, NumPy and ``random``. Hooks must be those that were there
-    before, and so must the modes of torch.
+    attributes and their values if these are numbers or texts, and generators of torch, NumPy and
+    ``random``. Hooks must be those that were there before, and so must the modes of torch.
 
     Parameters
     ----------
@@ -211,7 +211,11 @@ def _state(net: nn.Module) -> State:
     for name, module in net.named_modules():
         state[f"training of {name!r}"] = module.training
         state[f"class of {name!r}"] = type(module).__qualname__
-        state[f"attributes of {name!r}"] = sorted(vars(module))
+        attributes = sorted(vars(module).items(), key=lambda item: item[0])
+        state[f"attributes of {name!r}"] = {
+            key: value if isinstance(value, int | float | str) else None
+            for key, value in attributes
+        }
     for name, parameter in net.named_parameters():
         state[f"parameter {name!r}"] = parameter
         state[f"grad of {name!r}"] = parameter.grad

@@ -60,6 +60,7 @@ DISTURBANCES: dict[str, Callable[[nn.Sequential, Tensor], Any]] = {
     "requires_grad": after(lambda net, x: net[0].weight.requires_grad_(False)),
     "a gradient": after(lambda net, x: setattr(net[0].bias, "grad", torch.ones(4))),
     "an attribute": after(lambda net, x: setattr(net[3], "seen", 1)),
+    "a number": after(lambda net, x: setattr(net[2], "p", 0.9)),
     "a lost attribute": after(lambda net, x: delattr(net[1], "eps")),
     "a class": after(lambda net, x: setattr(net[3], "__class__", nn.ReLU6)),
     "the input": after(lambda net, x: x.detach().zero_()),
