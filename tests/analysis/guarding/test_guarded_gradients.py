@@ -86,6 +86,16 @@ def test_the_last_of_several_operations_describes_it() -> None:
     assert (guard.origin.num_inf, guard.origin.index) == (1, (1, 2))
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_operation_ahead_of_an_inner_call_is_that_of_the_call_around(depth: int) -> None:
+    after: nn.Module = linear()
+    for _ in range(depth - 1):
+        after = nn.Sequential(after)
+    # The derivative of a root at zero is infinite; only the inner call's nodes lead to it.
+    net = nn.Sequential(Net(lambda net, x: net.after(x.sqrt()), after=after))
+    assert made_by(guarded(net, torch.zeros(3, 4, requires_grad=True))) == ("0", None)
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("takes_leaf", [False, True])
 def test_the_gradient_of_a_weight_is_counted_whoever_takes_it(
