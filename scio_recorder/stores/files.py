@@ -376,8 +376,9 @@ def check_settings(path: str, stored: dict[str, Any], requested: dict[str, Any])
         )
     made_with, makes_with = (settings.pop("made_with", None) for settings in (there, here))
     # Digests tell nothing to a reader.
-    has_other_weights = there.pop("weights", None) != here.pop("weights", None)
-    differing = ["the weights are others"] * has_other_weights + differences(there, here)
+    known, weights = (settings.pop("weights", None) for settings in (there, here))
+    about_weights = "the weights are others" if known else "save() wrote it, and knew no weights"
+    differing = [about_weights] * (known != weights) + differences(there, here)
     if differing:
         way = ""
         if stored.get("world_size") != requested.get("world_size"):

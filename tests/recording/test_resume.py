@@ -173,6 +173,13 @@ def test_what_differs_is_refused(change, options, match, complete, tmp_path):
     assert all(torch.equal(one, after[k][:]) for one, k in zip(before, ("0", "3"), strict=True))
 
 
+def test_what_was_saved_from_memory_is_refused_for_its_unknown_weights(tmp_path):
+    rnet, data = recorder("0"), batches(4, 3)
+    rnet.collect(data).save(tmp_path / "run")
+    with pytest.raises(RecordingError, match=r"settings: save\(\) wrote it, and knew no weights"):
+        rnet.collect(data, store=f"disk:{tmp_path}/run", resume=True)
+
+
 def test_other_layers_with_a_transform_and_another_autocast_are_refused(tmp_path):
     rnet, data = recorder("0", "3"), batches(4, 4, 3)
     options = {"store": f"disk:{tmp_path}/run", "resume": True}
