@@ -450,8 +450,9 @@ class Comparison:
         self._load(block)
         self._num_samples += len(block.ids)
         self._judge(block)
-        if self._first is not None and self._first is not self._examined:
-            self._first.read()
+        first = self._first
+        if first is not None and first is not self._examined:
+            first.read()
         for layer in self._layers:
             for noted in filter(None, (layer.first, layer.maker)):
                 noted.part = None
@@ -459,7 +460,7 @@ class Comparison:
             self._local.add(block, states)
         if self._finds_operations:
             self._find_operations(block, states)
-        self._examined = self._first
+        self._examined = first
 
     def _load(self, block: SampleBlock) -> None:
         """Run the networks; once more, if one has written to tensors in ways that are not counted.
