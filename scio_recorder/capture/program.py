@@ -281,15 +281,16 @@ class Program:
         """Return the encoders around recorded own code.
 
         Where no function mode is around them, they make nested tensors, which torch's own attention
-        does not take where one is.
+        does not take where one is, and their layers call a fused kernel in place of their modules.
         """
         if not self.functions:
             return []
         owners = {id(code.module) for code in self.functions}
+        kinds = nn.TransformerEncoder, nn.TransformerEncoderLayer
         encoders = _distinct_modules(
             row
             for row in self.architecture.values()
-            if isinstance(row.module, nn.TransformerEncoder) and id(row.module) not in owners
+            if isinstance(row.module, kinds) and id(row.module) not in owners
         )
         return [encoder for encoder in encoders if owners & {*map(id, encoder.modules())}]
 

@@ -227,6 +227,23 @@ def test_an_encoder_of_torch() -> None:
     assert all("_compiled_call_impl" not in vars(module) for module in net.modules())
 
 
+@pytest.mark.parametrize("function", ["transpose", "linear", "norm"])
+def test_own_code_of_modules_in_an_encoder_layer_runs(function: str) -> None:
+    net: Any = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
+    x = torch.randn(3, 6, 16)
+    attended = net.norm1(x + net.self_attn(x, x, x)[0])
+    hidden = net.linear1(attended)
+    name, expected = {
+        "transpose": ("self_attn/transpose:0", x.transpose(0, 1)),
+        "linear": ("linear1/linear", hidden),
+        "norm": ("norm2/layer_norm", net.norm2(attended + net.linear2(hidden.relu()))),
+    }[function]
+    rnet = recorder(net, name, input_data=x)
+    with torch.no_grad(), pytest.warns(UserWarning, match="without torch's fused kernel"):
+        rnet(x)
+    torch.testing.assert_close(rnet.activations[name], expected.detach())
+
+
 def test_the_warning_where_torch_takes_another_kernel() -> None:
     net = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     x = torch.randn(2, 5, 8)
