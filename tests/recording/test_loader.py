@@ -362,7 +362,7 @@ def test_shards_of_several_processes_complete_or_not(tmp_path):
         assert torch.equal(torch.cat([batch for batch, _ in found]), recording["3"][:][rows])
 
 
-def test_a_pickled_recording_stays_as_it_was_opened(tmp_path):
+def test_a_pickled_recording_stays_as_it_was_opened(tmp_path, monkeypatch):
     rnet = recorder("0")
 
     def collect(place: Any, rank: int) -> Recording:
@@ -371,7 +371,9 @@ def test_a_pickled_recording_stays_as_it_was_opened(tmp_path):
         return rnet.collect([data], store=store, sample_ids=lambda _: [*range(rank, 6, 2)])
 
     collect(tmp_path / "run", 1)
-    recording = open_recording(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    recording = open_recording("run")
+    monkeypatch.chdir(tmp_path.parent)
     expected = recording["0"][:].clone()
     pickled = pickle.dumps((recording, recording["0"], recording.loader("0", batch_size=2)))
     # Rows of the first rank come before those that are there.

@@ -730,7 +730,7 @@ class RunReader(RowReader):
         extent: Extent | None = None,
     ) -> None:
         self.rank, medium = rank, medium_at(path)
-        self.path = medium.path
+        self.path, self._place = medium.path, for_others(medium.path)
         self.span_bytes, self.num_readers = medium.span_bytes, medium.num_readers
         self.run = run or scan(medium, rank)
         if extent is not None:
@@ -823,7 +823,7 @@ class RunReader(RowReader):
     def __reduce__(self) -> tuple[Any, ...]:
         counts = {rank: len(chunks) for rank, chunks in self.run.chunks.items()}
         extent = Extent(counts, self.run.closed, self.fingerprint())
-        return partial(type(self), rank=self.rank, extent=extent), (for_others(self.path),)
+        return partial(type(self), rank=self.rank, extent=extent), (self._place,)
 
     def _count_on(self, samples: NDArray[numpy.int64], chunk: Chunk) -> None:
         """Count samples over all ranks; a chunk counts those of its own rank."""
