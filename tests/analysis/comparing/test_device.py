@@ -115,3 +115,34 @@ def test_a_write_that_is_not_counted_begins_in_a_later_batch() -> None:
     assert difference["third"].inputs_equal is None
     first = difference.first
     assert (first.layer.name, first.inputs_equal, first.sample_id) == ("", True, 4)
+
+
+def test_a_write_that_is_counted_changes_what_a_layer_receives() -> None:
+    def written(net: Any, x: Tensor) -> Any:
+        hidden = net.second(net.first(x))
+        hidden.add_(net.shift)
+        return net.third(hidden)
+
+    parts = {"first": nn.ReLU(), "second": nn.Linear(3, 3), "third": nn.Sigmoid()}
+    nets = (Net(written, shift=shift, **parts) for shift in (0.0, 1.0))
+    sides = [Recorder(net, input_size=(2, 3)) for net in nets]
+    difference = compare(*sides, [torch.ones(2, 3)], progress=False)
+    assert not difference["second"].differs
+    assert difference["third"].inputs_equal is False
+    assert (difference.first.layer.name, difference.first.inputs_equal) == ("", True)
+
+
+def test_what_operations_receive_is_compared() -> None:
+    def code(net: Any, x: Tensor) -> Tensor:
+        return (x * net.factor).exp().sin()
+
+    sides = [Recorder(Net(code, factor=factor), input_size=(2, 3)) for factor in (2.0, 3.0)]
+    sides[0].record("/exp", "/sin")
+    difference = compare(*sides, [torch.ones(2, 3)], progress=False)
+    assert {name: difference[name].inputs_equal for name in ("/exp:0", "/sin:0")} == {
+        "/exp:0": False,
+        "/sin:0": False,
+    }
+    sides[0].record("/mul", "/exp")
+    first = compare(*sides, [torch.ones(2, 3)], progress=False).first
+    assert (first.layer.name, first.inputs_equal) == ("/mul:0", True)

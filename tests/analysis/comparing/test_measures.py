@@ -50,6 +50,15 @@ def test_what_is_different_is_as_in_numpy(
     assert figures.first == int(wanted.argmax())
 
 
+def test_numbers_that_begin_at_any_place_in_memory() -> None:
+    one, two = torch.arange(9.0), torch.arange(9.0)
+    two[7] = 0.0
+    for start in range(4):
+        figures = measure(one[start : start + 4], two[4 - start : 8 - start], Tolerance())
+        wanted = one[start : start + 4] != two[4 - start : 8 - start]
+        assert figures.num_different == int(wanted.sum())
+
+
 @pytest.mark.parametrize("piece", [7, 64, 1 << 16])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8, torch.bool, torch.int64]
