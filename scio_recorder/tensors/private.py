@@ -782,15 +782,23 @@ def run_without_overrides(function: Callable[..., Any], args: Any, kwargs: Any) 
         return function(*args, **kwargs)
 
 
+# Returns the number of dispatch modes of this thread.
+num_dispatch_modes: Callable[[], int] = lookup("torch._C._len_torch_dispatch_stack", "recording")
+# Returns a context in which no dispatch mode sees operations of this thread.
+no_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = lookup(
+    "torch.utils._python_dispatch._disable_current_modes", "recording"
+)
+
+
 @needs("torch.utils._python_dispatch._disable_current_modes", "recording")
 def apart_from_modes(function: Callable[..., T], *args: Any) -> T:
     """Call a function whose operations no dispatch mode sees.
 
     That of selective checkpointing counts operations, and gives them out again in the second run.
     """
-    if not torch._C._len_torch_dispatch_stack():
+    if not num_dispatch_modes():
         return function(*args)
-    with torch.utils._python_dispatch._disable_current_modes():
+    with no_dispatch_modes():
         return function(*args)
 
 

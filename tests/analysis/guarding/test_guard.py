@@ -888,6 +888,30 @@ def test_a_failing_call_is_passed_over() -> None:
     assert guard.origin.layer.name == "log"
 
 
+@pytest.mark.parametrize("under_mode", [False, True])
+def test_a_call_that_failed_counts_among_those_of_its_module(under_mode: bool) -> None:
+    def tries(net: Any, x: Tensor) -> Any:
+        for scale in (-1.0, 1.0):
+            with contextlib.suppress(ValueError):
+                y = net.part(x * scale)
+        return y
+
+    def fails_at_first(x: Tensor) -> Tensor:
+        if is_guarded and bool(x.sum() < 0):
+            raise ValueError
+        return x * (NAN if is_guarded else 1.0)
+
+    is_guarded = False
+    net = Net(tries, part=Do(fails_at_first))
+    rnet, is_guarded = recorder(net), True
+    mode = private.operations_made_by(
+        lambda made, types, args=(), kwargs=None: made(*args, **kwargs or {})
+    )
+    with rnet.guard(action="record") as guard, mode if under_mode else contextlib.nullcontext():
+        net(X.abs())
+    assert (guard.origin.layer.name, guard.origin.layer.call) == ("part", 1)
+
+
 def test_a_guard_around_nothing_is_an_error() -> None:
     rnet = recorder(nn.Sequential(nn.ReLU()))
     with pytest.raises(FlowError, match="not called inside the block"), rnet.guard():
