@@ -784,13 +784,14 @@ def run_without_overrides(function: Callable[..., Any], args: Any, kwargs: Any) 
 
 # Returns the number of dispatch modes of this thread.
 num_dispatch_modes: Callable[[], int] = lookup("torch._C._len_torch_dispatch_stack", "recording")
-# Returns a context in which no dispatch mode sees operations of this thread.
-no_dispatch_modes: Callable[[], contextlib.AbstractContextManager[Any]] = lookup(
-    "torch.utils._python_dispatch._disable_current_modes", "recording"
-)
 
 
 @needs("torch.utils._python_dispatch._disable_current_modes", "recording")
+def no_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no dispatch mode sees operations of this thread."""
+    return torch.utils._python_dispatch._disable_current_modes()
+
+
 def apart_from_modes(function: Callable[..., T], *args: Any) -> T:
     """Call a function whose operations no dispatch mode sees.
 

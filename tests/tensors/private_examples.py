@@ -255,7 +255,7 @@ def try_no_function_modes(no_modes: Callable[[], contextlib.AbstractContextManag
     return mode.calls == [Tensor.log]
 
 
-def try_apart_from_modes(apart: Callable[..., Any]) -> bool:
+def try_no_dispatch_modes(no_modes: Callable[[], Any]) -> bool:
     tensor, seen = torch.ones(1, device="cpu"), []
 
     def note(operation: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -263,7 +263,8 @@ def try_apart_from_modes(apart: Callable[..., Any]) -> bool:
         return operation(*args, **kwargs or {})
 
     with private.operations_made_by(note):
-        apart(tensor.exp)
+        with no_modes():
+            tensor.exp()
         tensor.log()
     return bool(seen == [torch.ops.aten.log.default])
 
