@@ -128,6 +128,11 @@ def test_structure_is_mapped_and_the_rest_kept(make: Any, by_hand: Any) -> None:
     assert result.rest == {"name": "row", "none": None}
 
 
+def test_a_parameter_replaces_a_tensor() -> None:
+    learned = nn.Parameter(activation(seed=1))
+    assert torch.equal(Replace(learned)(activation()), learned)
+
+
 def test_replace_takes_a_structure() -> None:
     new = Output(activation(seed=1), torch.tensor([2, 1, 0]), {"deep": torch.zeros(1)})
     old = Output(activation(), torch.arange(3), {"deep": torch.ones(1)})

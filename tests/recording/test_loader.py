@@ -241,6 +241,8 @@ def as_worker(monkeypatch: pytest.MonkeyPatch, number: int, workers: int) -> Non
         (2, 1, True, True),
         (3, 2, True, False),
         (3, 5, False, True),
+        # Equal shares where the rest of the rows would make a batch more.
+        (4, 1, True, True),
         (70, 2, True, False),
         (70, 1, False, True),
     ],

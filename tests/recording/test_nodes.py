@@ -109,6 +109,22 @@ def test_a_batch_without_graphs_is_one(given):
     assert recording.num_samples == 3
 
 
+def test_nodes_are_counted_in_x_wherever_it_stands():
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.say = nn.Linear(3, 5)
+
+        def forward(self, edge_attr: Tensor, x: Tensor) -> Tensor:
+            out: Tensor = self.say(x) * edge_attr.sum()
+            return out
+
+    data = {"edge_attr": torch.randn(7, 2), "x": torch.randn(4, 3)}
+    rnet = recorder_of(Weighted().eval(), "say", input_data=data)
+    recording = rnet.collect([data], rows=Nodes())
+    assert torch.equal(recording["say"][:], rnet.net.say(data["x"]))
+
+
 def test_some_nodes_by_where_and_reductions_by_node_and_by_graph():
     rnet = recorder("say", "take")
     recording = rnet.collect(
