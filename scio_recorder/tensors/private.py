@@ -793,13 +793,17 @@ def no_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 def apart_from_modes(function: Callable[..., T], *args: Any) -> T:
-    """Call a function whose operations no dispatch mode sees.
+    """Call a function whose operations no dispatch mode sees but those of `operations_made_by`.
 
     That of selective checkpointing counts operations, and gives them out again in the second run.
+    Our own must see which tensors the network goes on with.
     """
     if not num_dispatch_modes():
         return function(*args)
-    with no_dispatch_modes():
+    with no_dispatch_modes() as modes, contextlib.ExitStack() as stack:
+        for mode in reversed(modes):
+            if isinstance(mode, _dispatch_mode()):
+                stack.enter_context(mode)
         return function(*args)
 
 
