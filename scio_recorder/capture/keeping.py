@@ -257,7 +257,7 @@ class Keeper:
             # Nothing here may hold the base of the view. The caller of an inner module holds it
             # until it returns, and then the same view comes once more, so this is tried again.
             inner = self._copied.get(id(private.base_of(leaf)))
-            view = exchange(leaf, inner is not None)
+            view = exchange(leaf, own_references=inner is not None)
         if known is None:
             copy = own_copy(leaf) if view is None else view
             known = self._copied[id(leaf)] = KeptTensor(copy, leaf)

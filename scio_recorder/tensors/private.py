@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice, repeat, starmap
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -38,6 +38,7 @@ from scio_recorder.errors import UnsupportedNetError, UnsupportedTorchError, war
 from scio_recorder.interpreter import frame_around, lines_on_stack, running, stack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # The versions of torch that the tests have run with, see docs/versions.md.
@@ -643,21 +644,21 @@ def set_function_modes(modes: list[Any]) -> None:
     deque(chain(leaving, map(enter_function_mode, modes)), 0)
 
 
-def without_modes(function: Function) -> Function:
+def without_modes(function: Callable[P, T]) -> Callable[P, T]:
     """Let no mode see what a function calls: the user's own might change what it returns."""
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         modes = function_modes()
         if not modes:
-            return apart_from_modes(function, *args)
+            return apart_from_modes(function, *args, **kwargs)
         try:
             set_function_modes([])
-            return apart_from_modes(function, *args)
+            return apart_from_modes(function, *args, **kwargs)
         finally:
             set_function_modes(modes)
 
-    return call  # type: ignore[return-value]  # the same signature, by functools.wraps
+    return call
 
 
 # Returns the number of function modes of this thread.
@@ -792,19 +793,19 @@ def no_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     return torch.utils._python_dispatch._disable_current_modes()
 
 
-def apart_from_modes(function: Callable[..., T], *args: Any) -> T:
+def apart_from_modes(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function whose operations no dispatch mode sees but those of `operations_made_by`.
 
     That of selective checkpointing counts operations, and gives them out again in the second run.
     Our own must see which tensors the network goes on with.
     """
     if not num_dispatch_modes():
-        return function(*args)
+        return function(*args, **kwargs)
     with no_dispatch_modes() as modes, contextlib.ExitStack() as stack:
         for mode in reversed(modes):
             if isinstance(mode, _dispatch_mode()):
                 stack.enter_context(mode)
-        return function(*args)
+        return function(*args, **kwargs)
 
 
 @needs("torch.utils._python_dispatch.TorchDispatchMode", "force_static_flow")

@@ -187,9 +187,8 @@ def _tensors_of(parts: Parts) -> list[Tensor]:
 
 def _joined(inputs: Inputs) -> Parts:
     """Return the parts of all arguments, by their places in these."""
-    arguments = Parts({(0, number): parts for number, parts in enumerate(inputs.args)})
-    arguments |= {(1, name): parts for name, parts in inputs.kwargs.items()}
-    return Parts({(*name, *at): x for name, of in arguments.items() for at, x in of.items()})
+    positional = _placed(None, [*enumerate(inputs.args)])
+    return _placed(None, [(0, positional), (1, _placed(None, [*inputs.kwargs.items()]))])
 
 
 def _placed(container: Any, parts: list[tuple[Any, Parts]]) -> Parts:
