@@ -3,7 +3,6 @@
 It needs no labels. Who selects layers of a recorder would not miss this room.
 """
 
-from scio_recorder.events.event import Event, Stash
-from scio_recorder.events.log import Tracker, track
+from scio_recorder.events.log import Event, Stash, Tracker, track
 
 __all__ = ["Event", "Stash", "Tracker", "track"]

@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from torch.nn.parameter import Parameter
 
     from scio_recorder.analysis.checking import CheckReport
-    from scio_recorder.analysis.effects import Effects
     from scio_recorder.analysis.guarding.guard import Action, Guard
     from scio_recorder.analysis.residual_stream import ResidualStream
+    from scio_recorder.analysis.sweep import Effects
     from scio_recorder.capture.engine import Capture
     from scio_recorder.capture.gradients import GradientHooks
     from scio_recorder.display.progress import Advance

@@ -30,11 +30,10 @@ from scio_recorder.reductions import (
     Moments,
     MomentsResult,
 )
-from scio_recorder.reductions.alive import unit_dimension
 from scio_recorder.reductions.base import as_floats, num_true, several
 from scio_recorder.reductions.distributions import widened
-from scio_recorder.tensors.arithmetic import one_thread, with_float64
-from scio_recorder.tensors.properties import dtype_name
+from scio_recorder.reductions.plain import unit_dimension
+from scio_recorder.tensors.properties import dtype_name, one_thread, with_float64
 from scio_recorder.tensors.structures import tensors
 
 # A unit explodes if its largest absolute value is so many times that of the median unit, and above

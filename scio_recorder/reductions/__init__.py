@@ -7,11 +7,12 @@ data anywhere, reduce the parts and merge them in any order: the result is the s
 
 from __future__ import annotations
 
-from scio_recorder.reductions.alive import Alive, AliveResult
 from scio_recorder.reductions.base import Reduction
 from scio_recorder.reductions.covariance import Covariance, CovarianceResult, PrincipalSpace
 from scio_recorder.reductions.distributions import Histogram, HistogramResult, Quantiles
 from scio_recorder.reductions.plain import (
+    Alive,
+    AliveResult,
     Digest,
     Fold,
     Last,

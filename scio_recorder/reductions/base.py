@@ -19,9 +19,15 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError, raise_of_caller
 from scio_recorder.layer import RowIdx, counted, text_of
-from scio_recorder.tensors.arithmetic import undisturbed, with_float64, without_lazy_sign
 from scio_recorder.tensors.copies import gathered
-from scio_recorder.tensors.properties import DTYPES, dtype_name, has_samples
+from scio_recorder.tensors.properties import (
+    DTYPES,
+    dtype_name,
+    has_samples,
+    undisturbed,
+    with_float64,
+    without_lazy_sign,
+)
 from scio_recorder.tensors.structures import map_tensors
 
 _T = TypeVar("_T")

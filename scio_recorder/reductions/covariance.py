@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.base import By, Label, Labels, RowReduction, in_order, join_means
-from scio_recorder.tensors.arithmetic import float32_products_are_exact
+from scio_recorder.tensors.properties import float32_products_are_exact
 
 # The number of rows multiplied at once: enough that the overhead of a block is small, few enough
 # that the block stays in the cache.

@@ -12,7 +12,6 @@ from scio_recorder.tensors.arguments import (
     usable_device,
     whole,
 )
-from scio_recorder.tensors.arithmetic import one_thread, undisturbed, with_float64
 from scio_recorder.tensors.copies import (
     Copies,
     StridedCopy,
@@ -30,9 +29,12 @@ from scio_recorder.tensors.properties import (
     is_dense,
     is_plain,
     memories_of,
+    one_thread,
     same_bits,
+    undisturbed,
     version_counter,
     version_of,
+    with_float64,
 )
 from scio_recorder.tensors.structures import (
     Apart,

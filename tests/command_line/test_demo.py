@@ -19,7 +19,9 @@ from scio_recorder.command_line.demo import (
     FEATURE_LAYERS,
     LOGITS_LAYER,
     Digits,
+    Score,
     detect,
+    detection_page,
     digit_net,
     energy,
     load_digits,
@@ -27,7 +29,6 @@ from scio_recorder.command_line.demo import (
     run_demo,
     train,
 )
-from scio_recorder.command_line.demo_page import Score, detection_page
 from scio_recorder.reductions.covariance import CovarianceResult
 
 

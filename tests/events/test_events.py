@@ -107,7 +107,7 @@ def unseen_by_the_truth(watch: Watch) -> set[str]:
     "case", by_default([case for case in CASES if case.backward and case.train], TELLING)
 )
 def test_gradients_are_those_of_the_outputs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scio_recorder.events.event._SHOWN", 100)
+    monkeypatch.setattr("scio_recorder.events.log._SHOWN", 100)
     net = case.fresh().train()
     args, kwargs = inputs_of(case, 3, True)
     truth: Counter[tuple[str, bytes]] = Counter()

@@ -10,7 +10,7 @@ from torch import Tensor
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions import Covariance, CovarianceResult
 from scio_recorder.reductions.covariance import _add_product
-from scio_recorder.tensors.arithmetic import float32_products_are_exact
+from scio_recorder.tensors.properties import float32_products_are_exact
 from tests.reductions.parts import offset_normal
 
 

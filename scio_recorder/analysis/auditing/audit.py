@@ -23,16 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from scio_recorder import Nodes, Recorder, Tokens
-from scio_recorder.analysis.auditing.column import RecordedColumn, View, limit_of
-from scio_recorder.analysis.auditing.evidence import Evidence, Look
+from scio_recorder.analysis.auditing.evidence import Evidence, Look, RecordedColumn, View, limit_of
 from scio_recorder.analysis.auditing.finding import Audit, Finding, Kind
 from scio_recorder.analysis.auditing.reference import (
     NARROW,
     Reference,
+    Relations,
     Value,
     otherwise_padded,
 )
-from scio_recorder.analysis.auditing.relations import Relations
 from scio_recorder.analysis.comparing.difference import SampleId
 from scio_recorder.analysis.comparing.matching import checked_match, translated
 from scio_recorder.analysis.comparing.sides import SampleBlock, refuse_missing

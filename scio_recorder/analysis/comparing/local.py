@@ -21,21 +21,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.analysis.comparing.exact import (
-    HALF,
-    Convert,
-    ConvertingMode,
-    ExactMode,
-    convert,
-    device_type_of,
-    exact_dtype,
-    in_dtype,
-    main_dtype,
-    moved,
-    narrowest,
-    partners,
-    rounded,
-)
 from scio_recorder.analysis.comparing.faults import (
     Fault,
     Kind,
@@ -45,14 +30,27 @@ from scio_recorder.analysis.comparing.faults import (
     judged,
 )
 from scio_recorder.analysis.comparing.forced import (
+    HALF,
     CallLabels,
+    Convert,
+    ConvertingMode,
+    ExactMode,
     ForcedPass,
     Handing,
     NotingPass,
     ReferenceCall,
     Slot,
+    convert,
+    device_type_of,
+    exact_dtype,
+    in_dtype,
     like,
+    main_dtype,
+    moved,
+    narrowest,
+    partners,
     places,
+    rounded,
 )
 from scio_recorder.analysis.comparing.matching import Pair
 from scio_recorder.analysis.comparing.measures import Figures, Tolerance, measure_all

@@ -22,10 +22,16 @@ import torch
 from torch import nn
 
 from scio_recorder import Architecture
-from scio_recorder.analysis.guarding.checks import Action, Checks, GuardedCall, PassOfThread
+from scio_recorder.analysis.guarding.checks import (
+    Action,
+    Checks,
+    GuardedCall,
+    KeptInputs,
+    Origin,
+    PassOfThread,
+)
 from scio_recorder.analysis.guarding.finite import Flag, GuardedCode, kinds_of
 from scio_recorder.analysis.guarding.guarded_gradients import attach
-from scio_recorder.analysis.guarding.origin import KeptInputs, Origin
 from scio_recorder.errors import ArgumentError, FlowError, UnsupportedNetError
 from scio_recorder.layer import counted
 from scio_recorder.lowlevel import (

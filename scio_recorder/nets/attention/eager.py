@@ -35,8 +35,7 @@ from scio_recorder.nets.attention.kind import (
 )
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors import private
-from scio_recorder.tensors.arithmetic import undisturbed
-from scio_recorder.tensors.properties import version_of
+from scio_recorder.tensors.properties import undisturbed, version_of
 from scio_recorder.tensors.structures import tensors
 
 _PRODUCTS = {"matmul", "bmm", "einsum"}

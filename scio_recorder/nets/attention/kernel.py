@@ -26,8 +26,7 @@ from scio_recorder.nets.attention.kind import (
     with_heads,
 )
 from scio_recorder.nets.records import Inputs
-from scio_recorder.tensors.arithmetic import undisturbed
-from scio_recorder.tensors.properties import is_dense
+from scio_recorder.tensors.properties import is_dense, undisturbed
 
 
 def _shown(

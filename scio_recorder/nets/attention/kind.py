@@ -24,8 +24,12 @@ from torch import Tensor, nn
 from scio_recorder.errors import ArgumentError, AttentionError, caught_as
 from scio_recorder.nets.records import Inputs
 from scio_recorder.tensors.arguments import names_arguments
-from scio_recorder.tensors.arithmetic import float32_products_are_exact, undisturbed
-from scio_recorder.tensors.properties import dtype_name, is_dense
+from scio_recorder.tensors.properties import (
+    dtype_name,
+    float32_products_are_exact,
+    is_dense,
+    undisturbed,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
