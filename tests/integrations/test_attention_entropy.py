@@ -94,11 +94,17 @@ def test_a_step_of_several_batches_counts_them_all_once(
     assert len(measured) == 3 * 2  # batches and layers, and none when checkpointing repeats them
 
 
-def test_training_is_bit_for_bit_the_same(ids: Tensor, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_training_is_bit_for_bit_the_same(
+    ids: Tensor, tmp_path: Path, is_checkpointed: bool
+) -> None:
     nets = []
     for number, statistics in enumerate((STATISTICS, ["norm"])):
         torch.manual_seed(0)
         nets.append(gpt2("sdpa", 0.4))
+        if is_checkpointed:
+            nets[-1].gradient_checkpointing_enable({"use_reentrant": False})
         trained(nets[-1], ids, tmp_path / str(number), statistics, max_steps=2)
     for one, other in zip(*(net.parameters() for net in nets), strict=True):
         assert torch.equal(one, other)

@@ -212,13 +212,14 @@ class KernelAttention(Attention):
         arguments, dtype = self._arguments, self.output.dtype
         if not arguments["dropout_p"]:
             return self
-        again = {name: rounded(value, dtype) for name, value in arguments.items()}
-        again |= {"dropout_p": 0.0, "enable_gqa": False}
-        if arguments["query"].dim() > 3:
-            every = torch.arange(self._num_heads, device=self._device)
-            for name in ("query", "key", "value"):
-                again[name] = self._of_heads(again[name], every)
+        # On the graph, checkpointing would count what is saved for a backward pass.
         with undisturbed(self._device.type):
+            again = {name: rounded(value, dtype) for name, value in arguments.items()}
+            again |= {"dropout_p": 0.0, "enable_gqa": False}
+            if arguments["query"].dim() > 3:
+                every = torch.arange(self._num_heads, device=self._device)
+                for name in ("query", "key", "value"):
+                    again[name] = self._of_heads(again[name], every)
             return KernelAttention(again, functional.scaled_dot_product_attention(**again))
 
 
