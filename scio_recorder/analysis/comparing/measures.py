@@ -322,8 +322,7 @@ def _are_unequal(own: Tensor, other: Tensor) -> Sequence[Tensor]:
 
 
 def _squares(own: Tensor, other: Tensor) -> Sequence[Tensor]:
-    wide = own.to(_wide(own, other))
-    return [_product(wide, wide)]
+    return [_sum_of_squares(own.to(_wide(own, other)))]
 
 
 def _has_nan(own: Tensor, other: Tensor) -> Sequence[Tensor]:
@@ -336,29 +335,30 @@ def _figures(
     tolerance: Tolerance, own: Tensor, other: Tensor, *, has_others: bool = False
 ) -> Sequence[Tensor]:
     """Return all figures of each line; ``has_others`` than finite numbers or not."""
-    # Copies, since all is computed in place: new memory takes as long as the rest.
-    one, two = (x.to(_wide(own, other), copy=True) for x in (own, other))
+    # A copy, since all is computed in place: new memory takes as long as the rest.
+    both = own.new_empty((2, *own.shape), dtype=_wide(own, other))
+    one, two = both[0].copy_(own), both[1].copy_(other)
     is_exact = own.dtype is other.dtype and tolerance.is_exact
     different = _differing_bits(own, other) if is_exact else None
     if has_others:
         both_nan = one.isnan() & two.isnan()
         same, odd = (one == two) | both_nan, ~(one.isfinite() & two.isfinite())
         different = None if different is None else different & ~both_nan
-        one, two = one.masked_fill_(odd, 0.0), two.masked_fill_(odd, 0.0)
-    sums = [_product(one, one), _product(two, two), _product(one, two)]
+        both.masked_fill_(odd, 0.0)
+    sums = _products(both)
     apart, size = _size(two.sub_(one)), _size(one)
     if has_others:
         apart = apart.masked_fill_(odd, math.inf).masked_fill_(same, 0.0)
     if different is None:
         near = (apart <= tolerance.atol + tolerance.rtol * size) & apart.isfinite()
         different = (apart > 0) & ~near
-    number, max_abs, squares = different.count_nonzero(1), apart.amax(1), _product(apart, apart)
+    number, max_abs = different.view(torch.uint8).sum(1, dtype=torch.int32), apart.amax(1)
     if not any(x.is_complex() or x.is_floating_point() for x in (own, other)):
         # Integers that differ only beyond float64 differ by one at least.
         max_abs = torch.maximum(max_abs, (number > 0).to(max_abs.dtype))
-    # Equal zeros have no quotient.
-    max_rel = apart.div_(size).nan_to_num_(nan=0.0, posinf=math.inf).amax(1)
-    return [number, max_abs, max_rel, squares, *sums, _first(different)]
+    squares, max_rel = _sum_of_squares(apart), _largest(apart.div_(size))
+    figures = [number, max_abs, max_rel, squares, sums[:, 0, 0], sums[:, 1, 1], sums[:, 0, 1]]
+    return [*figures, _first(different)]
 
 
 def _size(numbers: Tensor) -> Tensor:
@@ -369,13 +369,26 @@ def _wide(own: Tensor, other: Tensor) -> torch.dtype:
     return torch.complex128 if own.is_complex() or other.is_complex() else torch.float64
 
 
-def _product(one: Tensor, two: Tensor) -> Tensor:
-    """Return the real part of the scalar product of each line."""
-    if len(one) == 1:
-        return torch.vdot(one[0], two[0]).real[None]
-    if one.is_complex():
-        one, two = (torch.view_as_real(lines).flatten(1) for lines in (one, two))
-    return (one * two).sum(1)
+def _sum_of_squares(lines: Tensor) -> Tensor:
+    """Return the sum of the squared magnitudes of each line."""
+    if len(lines) == 1:
+        return torch.vdot(lines[0], lines[0]).real[None]
+    return (torch.view_as_real(lines).flatten(1) if lines.is_complex() else lines).square().sum(1)
+
+
+def _products(both: Tensor) -> Tensor:
+    """Return the real parts of the scalar products of two matrices' lines, [lines, 2, 2]."""
+    parts = torch.view_as_real(both).flatten(2) if both.is_complex() else both
+    lines = parts.transpose(0, 1)
+    return lines @ lines.mT
+
+
+def _largest(quotients: Tensor) -> Tensor:
+    """Return the largest quotient of each line; equal zeros have none."""
+    if quotients.device.type == "cpu":
+        # NumPy takes a quarter of torch's time.
+        quotients = torch.from_numpy(np.fmax.reduce(quotients.numpy(), axis=1, keepdims=True))
+    return quotients.nan_to_num_(nan=0.0, posinf=math.inf).amax(1)
 
 
 def _first(differ: Tensor) -> Tensor:
