@@ -271,9 +271,10 @@ def _centre_by_class(rows: Tensor, codes: Tensor | None) -> tuple[Tensor, Tensor
     # Counted in host memory, an accelerator is not waited for; all goes there in one copy.
     sent = torch.cat(parts).to(rows.device, non_blocking=True)
     present, index, counts = torch.split(sent, [*map(len, parts)])
-    sums = rows.new_zeros(len(present), rows.shape[1]).index_add_(0, index, rows)
-    means = sums / counts.unsqueeze(1)
-    rows -= means[index]
+    # It adds one row after the other, which float32 is too coarse for.
+    sums = rows.new_zeros(len(present), rows.shape[1], dtype=torch.float64)
+    means = sums.index_add_(0, index, rows.double()) / counts.unsqueeze(1)
+    rows -= means.to(rows.dtype)[index]
     return present, counts, means
 
 

@@ -595,7 +595,7 @@ class Alive(RowReduction):
     def _add(self, samples: Tensor) -> None:
         # Units stay in their dimension: moving it to the end would copy everything.
         dim = self._feature_dim
-        values = samples.flatten(1) if dim is None else samples.movedim(dim, 1)
+        values = samples.reshape(len(samples), -1) if dim is None else samples.movedim(dim, 1)
         values = values.unsqueeze(-1).flatten(2)  # [batch, units, positions]
         rows = len(values) * values.shape[2]
         # After reducing the first dimension little is left; reducing both at once is slow if there

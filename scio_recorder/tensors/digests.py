@@ -91,8 +91,9 @@ def sample_digests(samples: Tensor) -> Tensor:
         piece = parts[start : start + step].cpu().contiguous()
         # A sum is NaN if a number is, and costs less than a mask. The smallest dtypes have no sum.
         if piece.is_floating_point() and np.isnan(piece.sum(dtype=torch.float32).numpy()):
-            # `math.nan` has the same bits on every machine.
-            piece = piece.masked_fill(piece.isnan(), math.nan)
+            # `math.nan` has the same bits on every machine. The smallest dtypes can't be filled.
+            nan = torch.tensor(math.nan, dtype=piece.dtype, device="cpu")
+            piece = piece.where(~piece.isnan(), nan)
         # By address: an array of torch's would prevent resizing the storage from then on.
         memory = (ctypes.c_char * piece.nbytes).from_address(piece.data_ptr())
         rows = np.ndarray((len(piece), sample_bytes), np.uint8, memoryview(memory))

@@ -100,3 +100,11 @@ def test_more_samples_than_single_precision_counts() -> None:
     alive = Alive()
     alive.update(torch.ones(2**24 + 3, 1))
     assert alive.compute().active.item() == 1
+
+
+def test_samples_of_one_value_are_one_unit() -> None:
+    alive = Alive()
+    alive.update(torch.tensor([0.0, -2.0, 1.0]))
+    alive.update(torch.tensor([1.0]))
+    result = alive.compute()
+    assert (result.count, result.active.tolist(), result.max_abs.tolist()) == (4, [0.5], [2.0])

@@ -41,6 +41,17 @@ def test_classes_far_from_zero_in_blocks_that_end_inside_batches() -> None:
     np.testing.assert_allclose(pooled.numpy(), scatter / (len(data) - 2), rtol=1e-5, atol=1e-5)
 
 
+def test_means_of_classes_of_which_most_values_are_equal() -> None:
+    # Added one after the other, equal values are all rounded to the same side.
+    data = (torch.randn(8192, 64) - 1.5).relu()
+    labels = [number % 2 for number in range(len(data))]
+    covariance = Covariance(by=by)
+    covariance.update(data, (data, labels))
+    for label, mean in covariance.compute().mean.items():
+        values = data[label::2].double()
+        assert float(((mean - values.mean(0)) / values.std(0)).abs().max()) < 5e-7
+
+
 def test_principal_space_within_classes() -> None:
     covariance = Covariance(by=by)
     # Classes far apart: only the spread within each may show.

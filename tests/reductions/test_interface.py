@@ -453,6 +453,19 @@ def test_a_nan_is_refused_when_the_result_is_read(make: Any, count: int) -> None
         assert shown in str(caught.value) or "which has no rank" in str(caught.value)
 
 
+@pytest.mark.parametrize("make", [Min, Max, Alive])
+def test_what_torch_computes_nothing_of_in_a_dtype(make: Any) -> None:
+    with pytest.raises(CollectError, match=r"float8_e5m2.*transform="):
+        make().update(torch.ones(2, 3).to(torch.float8_e5m2))
+
+
+def test_a_digest_of_the_smallest_numbers_with_a_nan() -> None:
+    digest = Digest()
+    digest.update(torch.tensor([[1.0], [torch.nan], [torch.nan]]).to(torch.float8_e4m3fn))
+    first, *others = digest.compute().tolist()
+    assert first != others[0] == others[1]
+
+
 def test_one_sample_has_no_variance() -> None:
     moments = Moments()
     moments.update(torch.ones(1, 2))
