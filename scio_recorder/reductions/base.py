@@ -460,15 +460,7 @@ class SampleReduction(Reduction):
                 return known[id(function)]
 
             self._read(read, samples.device)
-            labels = None if self._by is None else read(self._by, "by=")
-            try:
-                self._add_samples(samples, labels)
-            except NotImplementedError as error:
-                # There is little that torch computes in its smallest and its unsigned dtypes.
-                raise CollectError(
-                    f"{self!r} can't reduce {dtype_name(samples.dtype)}: torch says "
-                    f"{str(error)!r}; convert the values with transform=, for example by .float()."
-                ) from error
+            self._add_samples(samples, None if self._by is None else read(self._by, "by="))
 
     def merge(self, other: Self) -> None:
         """Add, in place, the data of another reduction of the same construction."""

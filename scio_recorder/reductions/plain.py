@@ -22,9 +22,22 @@ from scio_recorder.reductions.base import (
 )
 from scio_recorder.tensors.arguments import takes
 from scio_recorder.tensors.digests import sample_digests
+from scio_recorder.tensors.properties import dtype_name
 
 # The mean of so many samples is near that of all.
 _FEW = 8
+
+
+def _ends(values: Tensor, of: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Return the smallest or the largest values over dimension 0."""
+    try:
+        return of(values, 0)
+    except NotImplementedError as error:
+        # There is little that torch computes in its smallest and its unsigned dtypes.
+        raise CollectError(
+            f"torch compares no values of dtype {dtype_name(values.dtype)}: convert them with "
+            "transform=, for example by activation.float()."
+        ) from error
 
 
 class _Extremum(SampleReduction):
@@ -37,7 +50,7 @@ class _Extremum(SampleReduction):
     _word: str
 
     def _add(self, samples: Tensor) -> None:
-        self._take(self._over_samples(samples, 0))
+        self._take(_ends(samples, self._over_samples))
 
     def _join(self, value: Tensor) -> None:
         self._value = self._of_two(self._value, value)
@@ -600,7 +613,7 @@ class Alive(RowReduction):
         rows = len(values) * values.shape[2]
         # After reducing the first dimension little is left; reducing both at once is slow if there
         # are few positions. Booleans have a smallest value, but no absolute values.
-        low = values.amin(0).amin(-1).to(self._dtype)
+        low = _ends(values, torch.amin).amin(-1).to(self._dtype)
         high = values.amax(0).amax(-1).to(self._dtype)
         is_active = torch.gt(values, 0, out=torch.empty_like(values, dtype=torch.float32))
         active = num_true(is_active, 0).sum(-1)
