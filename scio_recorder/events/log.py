@@ -40,6 +40,7 @@ from scio_recorder.lowlevel import (
     is_rerun,
     nearest,
     needing,
+    raise_of_caller,
     takes_hooks,
     warn,
 )
@@ -431,7 +432,8 @@ class Tracker:
         Raises
         ------
         ArgumentError
-            ``stat`` is not a function, or the results of ``stash`` lack name, type, grad or value.
+            ``stat`` is not a function, raises or returns several numbers; or the results of
+            ``stash`` lack name, type, grad or value.
 
         Examples
         --------
@@ -645,7 +647,11 @@ def _row(stash: Any, statistics: Mapping[str, Statistic]) -> dict[str, Any]:
     if isinstance(first, Tensor) and not (first.is_floating_point() or first.is_complex()):
         first = first.double()
     for name, function in statistics.items():
-        row[name] = _number(function, first) if isinstance(first, Tensor) else None
+        try:
+            row[name] = _number(function, first) if isinstance(first, Tensor) else None
+        except Exception as error:
+            what = f"the statistic {name!r} of an event of {stash.name!r} ({stash.type.__name__})"
+            raise_of_caller(what, error, ArgumentError)
     return row
 
 

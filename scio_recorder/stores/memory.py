@@ -483,7 +483,7 @@ def make_plan(
     CollectError
         ``num_samples`` is not a whole number from 0 on.
     """
-    whole("num_samples", num_samples, 0)
+    num_samples = whole("num_samples", num_samples, 0)
     free: dict[str, int] = {}
     if device.type == "cuda":
         free["device"] = torch.cuda.mem_get_info(device)[0]

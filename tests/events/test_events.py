@@ -495,6 +495,9 @@ def test_bad_statistics() -> None:
     for stat in (5, "std", {"std": 5}, {"grad": torch.std}, [torch.std]):
         with pytest.raises(ArgumentError, match="give a function Tensor -> number"):
             events.to_frame(stat)  # type: ignore[arg-type]
+    for wrong in (torch.abs, torch.linalg.inv):
+        with pytest.raises(ArgumentError, match=r"the statistic 'wrong'.*''.*ReLU.*raised"):
+            events.to_frame({"wrong": wrong})
     with pytest.raises(ArgumentError, match="stat_name"):
         events.to_frame({"a": torch.std}, stat_name="b")
     with track(net, stash=lambda event: event.name) as events:

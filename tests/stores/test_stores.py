@@ -302,6 +302,7 @@ def test_bytes_come_from_the_shapes_at_labelling():
     assert "1-1 0 (Linear)" in str(plan)
     pair = recorder_of(Pair(), "0-1", input_size=(5, 4))
     assert pair.plan(10).total_bytes == 10 * 2 * 4 * 4
+    assert type(pair.plan(torch.tensor(10)).total_bytes) is int
 
 
 def test_what_can_not_be_planned():
