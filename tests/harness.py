@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from scio_recorder import Recorder
-from tests.oracle import freeze, generator_states, scalar_loss, seed_everything, tensors
+from tests.oracle import freeze, generator_states, scalar_loss, seed_everything
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -219,10 +219,6 @@ def trace(net: nn.Module) -> Any:
             "random": generator_states(),
         }
     )
-
-
-def graph_tensors(value: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors(value) if tensor.requires_grad]
 
 
 class Interrupt:

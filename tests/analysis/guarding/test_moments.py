@@ -20,6 +20,7 @@ from transformers import GPT2Config, GPT2Model
 
 from scio_recorder import NonFiniteError, Recorder, UnsupportedNetError
 from scio_recorder.analysis.guarding import finite
+from scio_recorder.lowlevel import interpreter
 from tests.analysis.guarding.nonfinite import INF, NAN, Do, linear
 from tests.zoo.base import Net
 
@@ -431,7 +432,7 @@ def test_a_nan_hides_infinities_of_its_tensor() -> None:
 # -- nets that can't be guarded as they are --------------------------------------------------------
 
 
-@pytest.mark.parametrize(("depth", "operations"), [(100, True), (230, False)])
+@pytest.mark.parametrize(("depth", "operations"), [(40, True), (80, False)])
 def test_a_net_that_is_too_deep_says_what_to_write(depth: int, operations: bool) -> None:
     net: nn.Module = nn.Linear(4, 4)
     for _ in range(depth):
@@ -440,7 +441,8 @@ def test_a_net_that_is_too_deep_says_what_to_write(depth: int, operations: bool)
     try:
         sys.setrecursionlimit(20_000)
         rnet = recorder(net)
-        sys.setrecursionlimit(limit)
+        # Python 3.12 lets modules lie less than 200 deep, whatever this limit is.
+        sys.setrecursionlimit(len([*interpreter.stack()]) + 350)
         with (
             pytest.raises(
                 UnsupportedNetError, match=r"write sys.setrecursionlimit\((\d+)\)"
