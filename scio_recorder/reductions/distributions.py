@@ -258,10 +258,12 @@ class Histogram(SampleReduction):
 
 def _finite_range(samples: Tensor) -> tuple[float, float]:
     """Return the range of the finite values, for which an accelerator is asked once."""
-    values = samples.double()
-    is_finite = values.isfinite()
-    ends = values.where(is_finite, math.inf).amin(), values.where(is_finite, -math.inf).amax()
-    low, high = torch.stack(ends).tolist()
+    low, high = math.inf, -math.inf
+    if samples.numel():
+        values = samples.double()
+        is_finite = values.isfinite()
+        ends = values.where(is_finite, math.inf).amin(), values.where(is_finite, -math.inf).amax()
+        low, high = torch.stack(ends).tolist()
     if low > high:
         raise CollectError(
             "Histogram(range=None) takes the range from the first batch, which has no finite "

@@ -304,8 +304,9 @@ def test_a_reduction_that_saw_nothing_says_so() -> None:
         *(reductions.Mean(), reductions.Moments(), reductions.Max(), reductions.Last()),
         *(reductions.Covariance(), reductions.Mean(by=lambda batch: [7] * len(batch))),
         reductions.Fold(lambda total, activation: activation[-1:].double()),
+        reductions.Fold(lambda total, activation: activation[-1:].to(torch.float8_e5m2)),
     ],
-    ids=["mean", "moments", "max", "last", "covariance", "by", "fold"],
+    ids=["mean", "moments", "max", "last", "covariance", "by", "fold", "float8"],
 )
 def test_results_that_are_not_finite_are_told(
     reduction: reductions.Reduction, value: float

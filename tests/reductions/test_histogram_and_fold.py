@@ -62,10 +62,12 @@ def test_many_values_of_another_layout() -> None:
     assert histogram.compute().counts.tolist() == exact.tolist()
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_no_range_in_the_first_batch(value: float) -> None:
+@pytest.mark.parametrize(
+    "samples", [torch.full((2,), torch.nan), torch.full((2,), torch.inf), torch.ones(2, 0)]
+)
+def test_no_range_in_the_first_batch(samples: Tensor) -> None:
     with pytest.raises(CollectError, match=r"no finite value; give range=\(low, high\)"):
-        Histogram(3).update(torch.full((2,), value))
+        Histogram(3).update(samples)
 
 
 @pytest.mark.parametrize("range_", [(1.0, 1.0), (2.0, 1.0), (0.0, float("inf")), 10, (1.0,)])
