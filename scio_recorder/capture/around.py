@@ -222,8 +222,8 @@ class CallWrapper:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stand for a call, unless it is that of a shallow copy, which shares what is set here."""
-        if is_dynamo_compiling():
-            run = self._run_traced
+        run = self._run_traced
+        if is_dynamo_compiling() or (run is not None and private.compiler_around()):
             return self.call(*args, **kwargs) if run is None else run(self.call, args, kwargs)
         called = private.called_module()
         if called is not None and called is not self.module:

@@ -1072,7 +1072,8 @@ def _run_in_block(
     recorder: weakref.ref[Collecting], call: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Run a pass of the network, or call it as without any block."""
-    if torch.compiler.is_compiling():
+    # Where dynamo can't go on, as behind this error, it runs the call without a graph.
+    if torch.compiler.is_compiling() or private.compiler_around():
         raise UnsupportedNetError(
             "the network is compiled inside a block that watches it, and a traced run is not a "
             "pass: leave it uncompiled there (for generate, disable_compile=True in its "

@@ -433,6 +433,19 @@ def test_compiling_the_network_in_the_block_is_refused() -> None:
     assert len(passes) == 0
 
 
+@pytest.mark.parametrize("kind", ["watch", "collecting"])
+def test_a_compiled_call_in_the_block_is_refused_where_dynamo_breaks_the_graph(kind: str) -> None:
+    net = Residual()
+    rnet = watched(net, "first")
+    compiled = torch.compile(net, backend="eager")
+    refused = pytest.raises(UnsupportedNetError, match="compiled inside a block")
+    with refused, getattr(rnet, kind)():
+        compiled(torch.ones(2, 4))
+    with torch.compiler.set_stance("force_eager"), rnet.watch() as passes:
+        compiled(torch.ones(2, 4))
+    assert torch.equal(passes[0]["first"], net.first(torch.ones(2, 4)))
+
+
 def test_what_only_the_network_has_is_found_by_the_message() -> None:
     class Generator(Residual):
         steps = 3

@@ -87,7 +87,7 @@ class Guard:
 
     @property
     def num_passes(self) -> int:
-        """The number of calls of the network."""
+        """The number of calls of the network, and of its parts where these are called alone."""
         return self._checks.num_passes
 
     @property
