@@ -258,11 +258,16 @@ class Readable(LayerMapping[Any]):
         >>> [tuple(tokens.shape) for tokens in recording.by_sample("0-1")]
         [(3, 2), (1, 2)]
         """
+        return SampleValues(self._rows_of(key), self.rows_of_samples())
+
+    def _rows_of(self, key: RowIdx | str) -> Tensor:
+        """Return the rows of a layer; refuse one that was reduced."""
         label = self._label(key)
         if label in self._reductions:
             layer = self._architecture[label]
             raise ArgumentError(f"there are no rows of {layer}: collect without reduce= for it")
-        return SampleValues(self[key], self.rows_of_samples())
+        rows: Tensor = self[key]
+        return rows
 
     @property
     def stored(self) -> tuple[RowIdx, ...]:
@@ -332,8 +337,7 @@ class Readable(LayerMapping[Any]):
         >>> [len(part) for part in rnet.collect([torch.ones(3, 2)]).parts("0-1")]
         [3]
         """
-        samples: Tensor = self[key]
-        num_bytes = _PART_BYTES
+        samples, num_bytes = self._rows_of(key), _PART_BYTES
         if isinstance(samples, DiskTensor) and samples.reader.num_readers > 1:
             num_bytes = max(num_bytes, _PART_REQUESTS * samples.reader.span_bytes)
         step = max(1, num_bytes // max(1, bytes_of_row(samples)))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from scio_recorder.errors import CollectError, RecordingError, raise_of_caller
 from scio_recorder.layer import RowIdx, counted, text_of
+from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.copies import gathered
 from scio_recorder.tensors.properties import (
     DTYPES,
@@ -722,6 +723,9 @@ class RowReduction(SampleReduction):
     """
 
     def __init__(self, feature_dim: int | None, *, by: By | None = None, **options: Any) -> None:
+        if feature_dim is not None:
+            # No tensor has more than 64 dimensions.
+            feature_dim = whole("feature_dim", feature_dim, -64)
         self._feature_dim = feature_dim
         self._options = {"feature_dim": feature_dim, **options}
         super().__init__(by=by)

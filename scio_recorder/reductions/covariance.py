@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from scio_recorder.errors import CollectError
 from scio_recorder.reductions.base import By, Label, Labels, RowReduction, in_order, join_means
+from scio_recorder.tensors.arguments import whole
 from scio_recorder.tensors.properties import float32_products_are_exact
 
 # The number of rows multiplied at once: enough that the overhead of a block is small, few enough
@@ -86,7 +87,7 @@ class CovarianceResult(NamedTuple):
         5e-4 of the largest are not resolved. If they matter, give float64 activations.
         """
         features = len(self.covariance)
-        if not 0 <= k <= features:
+        if (k := whole("k", k, 0)) > features:
             raise CollectError(
                 f"principal(k={k}) of {features} features; give k from 0 to {features}."
             )

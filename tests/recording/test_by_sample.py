@@ -181,6 +181,8 @@ def test_repr_and_reduced_layers():
     reduced = rnet.collect([torch.randn(2, 3, 4)], reduce=Mean())
     with pytest.raises(ArgumentError, match=r"no rows of 1-1 0 \(Linear\): collect without reduce"):
         reduced.by_sample("0")
+    with pytest.raises(ArgumentError, match="no rows of 1-1"):
+        reduced.num_nans("0")
 
 
 def test_the_frame_counts_rows_where_there_are_some():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -70,9 +72,9 @@ def test_principal_space_of_fewer_rows_than_features() -> None:
     )
 
 
-@pytest.mark.parametrize("k", [-1, 7])
-def test_principal_space_of_impossible_size(k: int) -> None:
-    with pytest.raises(CollectError, match=f"k={k}.*from 0 to 6"):
+@pytest.mark.parametrize("k", [-1, 7, 2.0])
+def test_principal_space_of_impossible_size(k: Any) -> None:
+    with pytest.raises(CollectError, match=f"k={k}.*from 0 "):
         covariance_of(scaled_data()).principal(k)
 
 

@@ -376,10 +376,18 @@ of_features = pytest.mark.parametrize(
 
 
 @of_features
-@pytest.mark.parametrize("dim", [0, 3, -3, -4, 1.5, "x"])
+@pytest.mark.parametrize("dim", [0, 3, -3, -4])
 def test_impossible_feature_dim(make: Any, dim: Any) -> None:
     with pytest.raises(CollectError, match=rf"feature_dim={dim}.*\(12, 3, 2\)"):
         make(dim).update(DATA)
+
+
+@of_features
+@pytest.mark.parametrize("dim", [1.0, "x", True])
+def test_a_feature_dim_that_is_no_whole_number(make: Any, dim: Any) -> None:
+    with pytest.raises(CollectError, match=rf"feature_dim={dim!r}: give a whole number"):
+        make(dim)
+    assert type(make(torch.tensor(1)).recipe["feature_dim"]) is int
 
 
 @of_features
