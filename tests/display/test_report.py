@@ -24,7 +24,7 @@ from scio_recorder.display.page import asset, write_page
 from scio_recorder.errors import ArgumentError, RecordingError
 from scio_recorder.recording import statistics
 from scio_recorder.recording.statistics import RunningStatistics
-from scio_recorder.reductions import alive
+from scio_recorder.reductions import plain
 from tests.display.examples import hostile_recording, small_recording
 from tests.zoo.base import Net
 
@@ -466,7 +466,7 @@ def test_definitions_have_the_numbers_that_are_used() -> None:
     assert (
         f"{statistics.EXPLOSION_UNITS} others. At most {statistics.EXPLOSION_SHARE:.0%} of" in words
     )
-    share, width = alive.SATURATION_SHARE, alive.SATURATION_WIDTH
+    share, width = plain.SATURATION_SHARE, plain.SATURATION_WIDTH
     assert f"at least {share:.0%} of its values within {width:.0%} of" in words
     for kind, ends in figure.SATURATION_BOUNDS.items():
         bounds = " and ".join(f"{end:g}" for end in ends if end is not None)
