@@ -36,8 +36,8 @@ def mahalanobis(features: Tensor, statistics: CovarianceResult) -> Tensor:
     Raises
     ------
     CollectError
-        The features are not [samples, D], the statistics are those of flattened maps, or the
-        covariance is not finite (fewer than two rows in every class, nan).
+        The features are complex or not [samples, D], the statistics are those of flattened maps, or
+        the covariance is not finite (fewer than two rows in every class, nan).
 
     Notes
     -----
@@ -85,8 +85,8 @@ def discriminant(features: Tensor, statistics: CovarianceResult) -> Tensor:
     Raises
     ------
     CollectError
-        The features are not [samples, D], the statistics have no classes, or the covariance is not
-        finite (fewer than two rows in every class, nan).
+        The features are complex or not [samples, D], the statistics have no classes, or the
+        covariance is not finite (fewer than two rows in every class, nan).
 
     Notes
     -----
@@ -132,7 +132,7 @@ def residual(features: Tensor, space: PrincipalSpace) -> Tensor:
     Raises
     ------
     CollectError
-        The features are not [samples, D].
+        The features are complex or not [samples, D].
 
     References
     ----------
@@ -188,6 +188,11 @@ def _check_type(value: object, kind: type, need: str) -> None:
 def _check(features: Tensor, width: int) -> None:
     _check_type(features, Tensor, "scores need features, a tensor,")
     shape = list(features.shape)
+    if features.is_complex():
+        raise CollectError(
+            "scores are of real features, and these are complex: give "
+            "torch.view_as_real(features).flatten(1), and collect statistics of these"
+        )
     if features.dim() == 2 and shape[1] == width:
         return
     raise CollectError(

@@ -140,6 +140,8 @@ def test_features_of_another_shape_are_an_error(shape: tuple[int, ...]) -> None:
     for score, fitted in ((mahalanobis, statistics), (residual, statistics.principal(2))):
         with pytest.raises(CollectError, match=r"statistics of 4 features .*: give \[samples, 4\]"):
             score(torch.zeros(shape), fitted)
+        with pytest.raises(CollectError, match="features, and these are complex"):
+            score(torch.zeros(3, 4, dtype=torch.complex64), fitted)
 
 
 @pytest.mark.parametrize("shape", [(5, 4, 2, 3), (5, 4), (5, 4, 6)])
