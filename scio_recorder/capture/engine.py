@@ -328,7 +328,13 @@ class Capture:
                     f"{self.architecture[label]} is not recorded: write record(..., attention=True)"
                     ", and name the layer"
                 )
-            assigned[calls.first.label] = KnockoutOf(post, calls)
+            first = calls.first.label
+            if first in assigned:
+                raise PostprocessorError(
+                    f"{post!r} acts on what {self.architecture[first]} receives, so no other "
+                    "post-processor can act there: let it act on an operation before or behind it"
+                )
+            assigned[first] = KnockoutOf(post, calls)
             del assigned[label]
         return Assigned(assigned, self.site.local.run_aside)
 

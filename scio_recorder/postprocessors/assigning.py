@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from scio_recorder.errors import PostprocessorError, raise_of_caller, warn
-from scio_recorder.layer import Layer, Operation, OperationIdx, RowIdx, counted, describe, few
+from scio_recorder.layer import (
+    Layer,
+    Operation,
+    OperationIdx,
+    RowIdx,
+    counted,
+    describe,
+    few,
+    text_of,
+)
 from scio_recorder.nets.architecture import Architecture
 from scio_recorder.nets.selection import by_selector
 from scio_recorder.postprocessors.knockout import KnockoutOf
@@ -197,7 +206,7 @@ def assign_by_key(
     Raises
     ------
     PostprocessorError
-        A key that is neither a label nor a name of a recorded layer.
+        A key that is neither a label nor a name of a recorded layer, or two for one layer.
 
     Examples
     --------
@@ -212,6 +221,11 @@ def assign_by_key(
                 "names of recorded layers, not patterns or other selectors"
             )
         for label in keys[key]:
+            if label in chosen:
+                raise PostprocessorError(
+                    f"two entries of activation_postproc are for layer {text_of(label)}, the "
+                    f"second by {key!r}: combine them into one"
+                )
             chosen[label] = function
     return chosen
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from scio_recorder import Architecture
 from scio_recorder.errors import ArgumentError, RecomputeError, SelectorTypeError
-from scio_recorder.layer import Layer, RowIdx, text_of
+from scio_recorder.layer import Layer, OperationIdx, RowIdx, text_of
 from scio_recorder.lowlevel import (
     Assigned,
     CallHook,
@@ -277,6 +277,7 @@ class _RepeatedCall:
         assert self.call.moment is not None, "calls of modules have one"
         self._module, self._moment = layer.module, self.call.moment
         self._posts = Assigned(self.posts)
+        self._refuse_changed_operations()
         self._outputs: dict[RowIdx, Any] = {}
         self._is_other = False
         labels = {*self.targets, *self.posts, self.label}
@@ -291,6 +292,16 @@ class _RepeatedCall:
         # The calls of each module that are still to come.
         self._starts = _by_module(inside)
         self._returns = _by_module(sorted(inside, key=lambda row: row.completion or 0))
+
+    def _refuse_changed_operations(self) -> None:
+        """Refuse a call in whose own code operations were changed, which may not show."""
+        for at in self.posts:
+            if isinstance(at, OperationIdx) and self.label in self.architecture.enclosing(at):
+                raise RecomputeError(
+                    f"layer {self._layer} can't be run again: a post-processor of that pass acted "
+                    f"on {self.architecture[at]}, and only layers are changed again. Record the "
+                    "layer that you want, or a module around it without that operation"
+                )
 
     def run(self) -> dict[RowIdx, Any]:
         """Run the call, inside `_untouched`, and return copies of the targets' outputs.

@@ -468,6 +468,17 @@ def test_what_knockout_refuses(is_eager: bool, knockout: Knockout, message: str)
     assert_right(rnet, net, x)
 
 
+def test_no_other_post_processor_acts_on_the_operation_that_a_knockout_changes(
+    is_eager: bool,
+) -> None:
+    rnet, x = Recorder(Net(is_eager=is_eager), input_size=(2, 5, SIZE)), torch.randn(2, 5, SIZE)
+    operation = "h.0.attn/softmax:0" if is_eager else "h.0.attn/scaled_dot_product_attention:0"
+    rnet.record("h.*.attn", operation, attention="h.*.attn")
+    two = {"h.0.attn": Knockout(-1, 0), operation: lambda value: value * 2}
+    with pytest.raises(PostprocessorError, match=r"Knockout.* acts on what .*/s.* receives"):
+        rnet(x, activation_postproc=two)
+
+
 def test_knockout_needs_recorded_attention() -> None:
     rnet = recorded(Net(), "h.*.attn", "h.0", attention="h.1.attn")
     for layer in ("h.0.attn", "h.0"):

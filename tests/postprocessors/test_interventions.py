@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from scio_recorder import Recorder
 from scio_recorder.errors import PostprocessorError
 from scio_recorder.postprocessors import OnInput
+from scio_recorder.postprocessors.assigning import assign_by_key
 from tests.harness import recorder
 from tests.oracle import same_bits
 from tests.zoo.base import Net, linear
@@ -74,6 +75,16 @@ def test_mapping_acts_on_the_layers_that_it_selects(key: Any) -> None:
     x = torch.randn(3, 4)
     output = rnet(x, activation_postproc={key: negate})
     assert same_bits(output, by_hand(net, x, None, None, negate))
+
+
+def test_two_entries_for_one_layer_are_refused_in_compiled_passes_too() -> None:
+    rnet = recorder(three_layers(), "0")
+    two = {"0": double, (1, 1): negate}
+    with pytest.raises(PostprocessorError, match="two entries of activation_postproc"):
+        rnet(torch.randn(3, 4), activation_postproc=two)
+    # What a pass that is being compiled does with a mapping.
+    with pytest.raises(PostprocessorError, match=r"two entries .* layer 1-1"):
+        assign_by_key({"0": ((1, 1),), (1, 1): ((1, 1),)}, two)
 
 
 def test_none_from_a_postprocessor_changes_nothing() -> None:

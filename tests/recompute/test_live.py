@@ -171,6 +171,22 @@ def test_post_processors_of_that_pass_act_again() -> None:
     assert not torch.equal(rnet.recompute("1.1.norm")["1.1.norm"], found["1.1.norm"])
 
 
+def test_operations_that_a_post_processor_changed_are_an_error_also_where_it_does_not_show() -> (
+    None
+):
+    # The output is of zeros and ones, so it is the same if the operation is not changed.
+    inner = Net(lambda net, x: (net.last(x.tanh()) > -99).float(), last=nn.Linear(4, 4))
+    net = Net(lambda net, x: net.inner(x.exp()), inner=inner)
+    rnet = recorder(net, "inner", "*/tanh", "/exp")
+    x, scale = torch.randn(3, 4), lambda value: value * 2
+    rnet(x, activation_postproc={"inner/tanh": scale})
+    with pytest.raises(RecomputeError, match=r"acted on .*inner/tanh:0 .* only layers are changed"):
+        rnet.recompute("inner.last")
+    rnet(x, activation_postproc={"/exp": scale})
+    expected = net.inner.last.forward((2 * x.exp()).tanh())
+    assert same_bits(rnet.recompute("inner.last")["inner.last"], expected.detach())
+
+
 def test_the_call_of_a_module_that_is_called_several_times() -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     net = Net(lambda net, x: net.inner(net.inner(net.inner(x))), inner=inner)
