@@ -28,11 +28,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from scio_recorder.capture.around import CallWrapper, RunCall
+from scio_recorder.capture.around import CallWrapper, RunCall, wrappers
 from scio_recorder.errors import (
     ArgumentError,
     FlowError,
     SelectorTypeError,
+    UnsupportedNetError,
 )
 from scio_recorder.layer import RowIdx
 from scio_recorder.nets.records import Records
@@ -273,6 +274,12 @@ class Blocks:
             self._open(block, net, run)
             _BLOCKS.set((*_BLOCKS.get(), block))
             yield block
+            if all(wrapper is not self._wrapper for wrapper in wrappers(net)):
+                raise UnsupportedNetError(
+                    "the network was compiled inside a block that watches it, and its calls since "
+                    "then were not seen: compile it behind the block, or compile the recorder and "
+                    "call that"
+                )
         finally:
             self._close(block)
             _BLOCKS.set(tuple(each for each in _BLOCKS.get() if each is not block))

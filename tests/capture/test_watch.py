@@ -446,6 +446,22 @@ def test_a_compiled_call_in_the_block_is_refused_where_dynamo_breaks_the_graph(k
     assert torch.equal(passes[0]["first"], net.first(torch.ones(2, 4)))
 
 
+@pytest.mark.parametrize("kind", ["watch", "collecting"])
+def test_a_network_that_compiles_itself_in_the_block_is_refused(kind: str) -> None:
+    net, x = Residual(), torch.ones(2, 4)
+    rnet = watched(net, "first")
+    refused = pytest.raises(UnsupportedNetError, match="compiled inside a block")
+    with refused, getattr(rnet, kind)() as passes:
+        net(x)
+        net.compile(backend="eager")
+        assert torch.equal(net(x), net.forward(x))
+    if kind == "collecting":
+        assert not passes.recording.complete
+        assert len(passes.recording["first"]) == 2
+    else:
+        assert len(passes) == 1
+
+
 def test_what_only_the_network_has_is_found_by_the_message() -> None:
     class Generator(Residual):
         steps = 3
