@@ -237,7 +237,8 @@ class LayerOptions:
         self.with_inputs, self.counts_calls = program.options.inputs, program.counts_calls
         self.asked = asked
         self._check()
-        posts = asked.activation_postproc
+        # Those of blocks of `watch` around the collection act too.
+        posts = capture.acting(asked.activation_postproc)
         # Post-processors by layer.
         self.posts = None if posts is None else assign(program.architecture, program.order, posts)
         # All are fresh: the user's reductions are patterns.

@@ -403,6 +403,18 @@ def test_postprocessors_of_nested_blocks_act_together() -> None:
     torch.testing.assert_close(inner[1]["2"], by(2, 3, 1))
 
 
+def test_what_is_collected_in_a_block_is_changed_by_it() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    rnet, x = watched(net, "0", "2"), torch.randn(6, 4)
+    with rnet.watch({"0": Scale(3.0)}):
+        recording = rnet.collect(x.split(3), activation_postproc={"2": torch.neg}, progress=False)
+        with pytest.raises(PostprocessorError, match=r"factor=3.0.*factor=2.0"):
+            rnet.collect([x], activation_postproc={"0": Scale(2.0)}, progress=False)
+    expected = net[2].forward(torch.tanh(net[0].forward(x) * 3))
+    torch.testing.assert_close(recording["2"], expected.detach())
+    assert recording.settings["postprocessors"] == ["1-1", "1-3"]
+
+
 @pytest.mark.parametrize(
     "again", [Scale(2.0), {"1": Scale(2.0)}, {"*": Scale(2.0)}, [torch.neg, Scale(2.0)]]
 )
