@@ -245,9 +245,11 @@ class Relations:
         for at in reference.labels:
             terms = [x for value, x in self._digests.items() if value[:2] == (at, True)]
             if isinstance(at, OperationIdx) and len(terms) == 2:
-                # A branch is computed from the residual stream, so it is made later.
-                terms.sort(key=[*self._equal].index)
-                self._sums.setdefault(self._digest(at), []).append(terms)
+                self._sums.setdefault(self._digest(at), []).append(self._in_order(terms))
+
+    def _in_order(self, digests: Iterable[str]) -> list[str]:
+        """Sort values as they are made: a branch is computed from the residual stream."""
+        return sorted(digests, key=[*self._equal].index)
 
     def _listed(self) -> list[DepthIdx]:
         """Return the blocks: the outermost list of several modules of one type, not experts."""
@@ -339,10 +341,12 @@ class Relations:
             return "before the norm"
         totals = [named, *(before for before, after in self._norms.values() if after == named)]
         for early, late in chain(*(self._sums.get(total, []) for total in totals)):
-            # Branches side by side are added first.
-            if held in (late, *chain(*self._sums.get(late, []))):
+            # Of branches side by side, one may have been added to the other or to the stream.
+            terms = self._in_order({early, late, *chain(*self._sums.get(late, []))})
+            streams = terms[0], early if early == terms[0] else late
+            if held in terms and held not in streams:
                 return "branch without residual"
-            if held == early and not self._is_elsewhere(held, named):
+            if held in streams and not self._is_elsewhere(held, named):
                 return "residual without branch"
         return "other layer"
 

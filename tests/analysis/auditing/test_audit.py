@@ -421,22 +421,36 @@ def test_operations_and_rows_chosen_by_name_of_a_recording_on_disk(net, tmp_path
     }
 
 
-def test_branches_side_by_side_are_branches():
+def branches_first(x: Tensor, one: Tensor, two: Tensor) -> Tensor:
+    return one + two + x
+
+
+def stream_first(x: Tensor, one: Tensor, two: Tensor) -> Tensor:
+    return x + one + two
+
+
+@pytest.mark.parametrize("added", [branches_first, stream_first])
+def test_branches_side_by_side_are_branches(added):
     class Parallel(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.one(x) + self.two(x) + x
+            one, two = self.one(x), self.two(x)
+            return added(x, one, two)
 
-    net, x = nn.Sequential(Parallel(), Parallel()), torch.randn(9, 8)
+    net, x = nn.Sequential(Parallel(), Parallel(), Parallel()), torch.randn(9, 8)
     recorder = Recorder(net, input_size=(1, 8))
     middle = net[0](x).detach()
-    columns = {"1": net[1].two(middle).detach(), "0": x}
+    columns = {"2": middle, "1": net[1].two(middle).detach(), "0": x}
     answers = found(recording_of_hidden_states(columns), recorder, batches=[x])
+    assert answers["2"] == ("other layer", "0")
     assert answers["1"] == ("branch without residual", "1.two")
     assert answers["0"][0] == "residual without branch"
+    columns = {"1": net[1].one(middle).detach(), "2": net[:2](x).detach()}
+    answers = found(recording_of_hidden_states(columns), recorder, batches=[x])
+    assert answers == {"1": ("branch without residual", "1.one"), "2": ("other layer", "1")}
 
 
 def test_the_residual_stream_of_a_last_block_behind_which_nothing_is_done():
