@@ -212,7 +212,9 @@ def _set_member(value: Any, name: str, member: Any) -> None:
 
 def _set_array(value: np.ndarray[Any, Any], before: np.ndarray[Any, Any]) -> None:
     if value.shape != before.shape and value.size == before.size:
-        value.shape = before.shape
+        # NumPy 2.5 warns, and offers nothing else that reshapes this array itself.
+        with warnings.catch_warnings(action="ignore"):
+            value.shape = before.shape
     if value.flags.writeable and value.shape == before.shape:
         np.copyto(value, before)
 
