@@ -49,6 +49,8 @@ _WORDS = (
     (r"with open_recording", "with scio-recorder inspect"),
     (r"^(make_)?batches is\b", "--data is"),
     (r"\bnum_parts\b", "--parts"),
+    (r"\bmake_batches\(\w+\)", "--data"),
+    (r"\b(local|operations)=True", r"--\1"),
     (r"(?<![\w-])batches=(?=\S)", ""),
     (r"\binput_(size|data)\b", r"--input-\1"),
     (r"=\[torch\.long\]", " int64"),

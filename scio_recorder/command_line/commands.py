@@ -65,10 +65,10 @@ def _recorder(parsed: Namespace, *, is_eval: bool = False) -> Recorder:
 def _inputs(parsed: Namespace) -> dict[str, Any]:
     if parsed.input_data is not None:
         return {"input_data": made(parsed.input_data)}
-    sizes, dtypes = parsed.input_size, [*map(dtype_of, parsed.dtype)] or [torch.float32]
-    if len(dtypes) not in (1, len(sizes)):
+    sizes, dtypes = parsed.input_size, [*map(dtype_of, parsed.dtype)]
+    if len(dtypes) not in (0, 1, len(sizes)):
         raise UsageError(f"{len(dtypes)} --dtype for {len(sizes)} --input-size: give one or each")
-    of_all = dtypes * (len(sizes) // len(dtypes))
+    of_all = dtypes * len(sizes) if len(dtypes) == 1 else dtypes
     return {"input_size": sizes if len(sizes) > 1 else sizes[0], "dtypes": of_all}
 
 

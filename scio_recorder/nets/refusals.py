@@ -33,8 +33,9 @@ _OF_CALL = ("activation_postproc", "dont_record")
 _OF_RECORD = ("inputs", "gradients", "copy", "offload", "calls", "attention")
 _ADVICE = {
     "input_size": "input_size includes the batch dimension, as in (1, 3, 32, 32) for an image, and "
-    "its other lengths must be those that the network takes. It gives float inputs; for others "
-    "write dtypes=[torch.long], or give input_data",
+    "its other lengths must be those that the network takes. ",
+    "float": "It gives float inputs; for others write dtypes=[torch.long], or give input_data",
+    "dtypes": "Without dtypes= its inputs have the dtype of the weights",
     "input_data": "input_data is what forward takes: a tensor, a tuple of positional inputs or a "
     'dict of keyword inputs, such as tokenizer(texts, return_tensors="pt")',
     "meta": "The parameters have no data here, as when they are offloaded, nor has an input made "
@@ -239,10 +240,11 @@ def failed_run(net: nn.Module, keywords: Mapping[str, Any], cause: BaseException
 inputs, such as tokenizer(texts, return_tensors="pt")
     """
     keyword = "input_size" if keywords["input_data"] is None else "input_data"
-    is_on_meta = keyword == "input_size" and any(
-        parameter.is_meta for parameter in net.parameters()
-    )
-    value, advice = keywords[keyword], _ADVICE["meta" if is_on_meta else keyword]
+    value, advice = keywords[keyword], _ADVICE[keyword]
+    if keyword == "input_size":
+        advice += _ADVICE["dtypes" if keywords["dtypes"] else "float"]
+        if any(parameter.is_meta for parameter in net.parameters()):
+            advice = _ADVICE["meta"]
     inputs = Inputs.of(tuple(value) if isinstance(value, list) else value)
     cast = inputs and cast_for(net, inputs, cause)
     if cast:

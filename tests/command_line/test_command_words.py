@@ -42,6 +42,7 @@ class Flow(nn.Module):
     def forward(self, input):
         return input if input.sum() > 0 else -input
 nothing = []
+no_parts = lambda part: []
 mapping = {"input": torch.ones(2, 4)}
 """
 MODULES = {"unfit_nets": CODE}
@@ -54,6 +55,7 @@ INPUTS = "let --data give what the net takes"
 # A net, its batches, further arguments, and words of the message.
 UNFIT = {
     "nothing": (PLAIN, "nothing", [], ["--data is empty: it gave no batch"]),
+    "parts": (PLAIN, "no_parts", ["--parts", "2"], ["are empty: --data gave no batch"]),
     "a tensor": (PLAIN, "single", [], ["--data is a single tensor", "write [x]"]),
     "samples": (PLAIN, "samples", [], ["DataLoader", PYTHON.format("sample_ids")]),
     "texts": (PLAIN, "texts", [], ["batch 0 is a str", INPUTS]),

@@ -55,6 +55,7 @@ class Image(nn.Module):
 pairs = ([1, 2],)
 loader = torch.utils.data.DataLoader([1])
 net = Small()
+half = Small().bfloat16()
 build = lambda: Small()
 tensor = torch.zeros(5, 3)
 pair = (torch.zeros(5, dtype=torch.int64), torch.zeros(5, 3))
@@ -124,6 +125,8 @@ def test_one_tensor_as_data_and_one_dtype(capsys: pytest.CaptureFixture[str]) ->
     assert text == expected(cli_nets.Small(), input_size=(5, 3))
     text = out(capsys, "torch.nn:Identity", "--input-size", "1,2", "--dtype", "int64")
     assert text == expected(nn.Identity(), input_size=(1, 2), dtypes=[torch.int64])
+    text = out(capsys, "cli_nets:half", *SIZE)
+    assert text == expected(cli_nets.half, input_size=(2, 3))
 
 
 def test_what_is_imported_later_is_found_in_the_current_folder(
@@ -181,6 +184,7 @@ SIZE = ["--input-size", "2,3"]
         (["cli_nets:net", "--dtype", "flaot32", *SIZE], ["the closest name is 'float32'"]),
         (["cli_nets:net", "--input-data", "cli_nets:tensor", "--dtype", "int64"], ["--dtype"]),
         (["cli_nets:net", "--input-size", "2,5"], ["--input-size 2,5 failed", "2x5"]),
+        (["cli_nets:net", *SIZE, "--dtype", "half"], ["Half", "Without --dtype its inputs"]),
         (["cli_nets:Image", "--input-size", "3,8,8"], ["write --input-size 1,3,8,8"]),
         (["cli_nets:Image", "--input-data", "cli_nets:number"], ["got (int,", "a tensor, a tuple"]),
         (["cli_nets:Image", "--input-data", "cli_nets:loader"], ["(DataLoader,", "next(iter("]),

@@ -84,6 +84,8 @@ def test_recordings_and_nets(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", one, same]) == 0
     assert main(["compare", one, two]) == 1
     assert "inputs=True" in capsys.readouterr().out
+    assert main(["compare", one, same, "--operations"]) == 2
+    assert "--operations runs both networks again" in capsys.readouterr().err
     assert main(["compare", one, "compare_nets:changed", *DATA]) == 1
     assert main(["compare", "compare_nets:reference", same, *DATA]) == 0
 
@@ -126,7 +128,7 @@ def test_faults_beyond_rounding(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", NETS[1], "compare_nets:half_changed", *DATA, "--local"]) == 1
     assert capsys.readouterr().out.startswith("Fault: 1-1 (0): local error ")
     assert main(["compare", recorded("reference", "one"), *half[2:]]) == 2
-    assert "inputs=True" in capsys.readouterr().err
+    assert "--local needs what each layer" in capsys.readouterr().err
 
 
 def test_training_mode_is_asked_for() -> None:

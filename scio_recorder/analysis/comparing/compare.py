@@ -423,7 +423,7 @@ class Comparison:
         self._examined: _Noted | None = None
         if finds_operations and [side.compiled for side in self._networks] != [None, None]:
             raise ComparisonError(
-                "operations=True runs both networks again: give two recorders that are not "
+                "operations=True runs both networks again: give two networks that are not "
                 "compiled, since recordings and compiled code don't have all operations"
             )
 

@@ -402,9 +402,8 @@ def _checked(reference: Side, candidate: Side) -> tuple[NetworkSide | RecordingS
         not reference.knows_inputs or reference.digests or reference.recording.has_rows
     ):
         raise ComparisonError(
-            "local=True needs what each layer of the reference received and returned, whole: "
-            "record(..., inputs=True) before collect(...), without reduce= and rows=, or give "
-            "the network"
+            "local=True needs what each layer of the reference received and returned: give its "
+            "network, or a recording of whole samples, made by record(..., inputs=True)"
         )
     return reference, candidate
 

@@ -414,9 +414,9 @@ def test_recordings_and_compiled_recorders_have_no_operations() -> None:
     one = Recorder(nn.Sequential(nn.ReLU()), input_size=(1, 4))
     one.record("*")
     recording = one.collect([torch.rand(2, 4)], progress=False)
-    with pytest.raises(ComparisonError, match="give two recorders that are not compiled"):
+    with pytest.raises(ComparisonError, match="give two networks that are not compiled"):
         compare(recording, one, [torch.rand(2, 4)], operations=True)
-    with pytest.raises(ComparisonError, match="give two recorders that are not compiled"):
+    with pytest.raises(ComparisonError, match="give two networks that are not compiled"):
         compare(one, torch.compile(one), [torch.rand(2, 4)], operations=True)
 
 
