@@ -445,15 +445,21 @@ def test_two_backward_passes_are_judged_each_by_itself() -> None:
     assert guard.origin is None
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_regions_are_guarded(use_reentrant: bool) -> None:
+@pytest.mark.parametrize(
+    ("use_reentrant", "is_inside"), [(True, True), (False, True), (False, False)]
+)
+def test_checkpointed_regions_are_guarded(use_reentrant: bool, is_inside: bool) -> None:
     def checkpointed(net: Any, x: Tensor) -> Any:
         x = net.first(x)
         return checkpoint(net.inner, x, use_reentrant=use_reentrant)
 
     net = Net(checkpointed, first=linear(), inner=sqrt_at_zero())
     with recorder(net).guard(action="record") as guard:
-        loss_of(net(X)).backward()
+        loss = loss_of(net(X))
+        if is_inside:
+            loss.backward()
+    if not is_inside:
+        loss.backward()
     assert guard.num_passes == 1
     assert (guard.origin.layer.name, guard.origin.direction) == ("inner.1", "gradient")
     assert guard.origin.pass_number == 0
