@@ -125,6 +125,9 @@ class ActivationCheckpointer:
     def save(self, layer: int, activation: Any) -> None:
         """Keep a copy of a layer's output; it replaces an earlier one.
 
+        Random numbers behind it are those of the last :meth:`checkpointed_forward` that ran the
+        layer, or else those to come: use another object for a loop of your own.
+
         Parameters
         ----------
         layer : int
