@@ -314,7 +314,10 @@ def draw_matrix(
     image = axis.imshow(values, colours, aspect="auto", origin="lower", clim=limits)
     # Below the map, so that the figure is narrow enough for a phone.
     bar: dict[str, Any] = {"location": "bottom", "pad": 0.02, "aspect": 30}
-    figure.colorbar(image, ax=axis, ticks=np.linspace(*limits, 5), format="%.4g", **bar)
+    # The ends may lie close together and far from zero.
+    shared = np.nan_to_num(np.log10(np.abs(limits).max() / np.ptp(limits)))
+    bar |= {"ticks": np.linspace(*limits, 5), "format": f"%.{4 + int(shared.clip(0, 12))}g"}
+    figure.colorbar(image, ax=axis, **bar)
     _name_ticks(axis, "x", columns, width)
     _name_ticks(axis, "y", rows, height)
     axis.set(ylabel=axes[0], xlabel=axes[1])
@@ -354,7 +357,8 @@ def draw_profile(
     figure = blank((width, 4.8))
     axis = figure.subplots()
     axis.set_yscale("log")
-    known = values[np.isfinite(values) & (values > 0)]
+    known = values if beside is None else np.append(values, beside[1])
+    known = known[np.isfinite(known) & (known > 0)]
     low, high = (known.min() / _APART, known.max() * _APART) if len(known) else (0.1, 10.0)
     axis.set_ylim(low / 2, high * 2)
     _line(axis, low, "equal")
@@ -366,7 +370,7 @@ def draw_profile(
     axis.plot(places, heights, "o-", markerfacecolor="white", label="no difference", **style)
     axis.plot(places[differs], heights[differs], "o", label="difference", **style)
     if beside is not None:
-        known = np.clip(np.nan_to_num(beside[1], nan=low), low, high)
+        known = np.clip(beside[1], low, high)
         axis.plot(places, known, "--", color="0.5", linewidth=1, label=beside[0])
     if len(marked):
         for place in marked:

@@ -690,6 +690,15 @@ def test_results_are_drawn(positions: list[int] | None, sign: int) -> None:
             effects.plot(["a"])
 
 
+def test_ticks_tell_metrics_apart_that_are_close() -> None:
+    rnet = recorder(chain(2), "0", "1", input_size=(2, 3))
+    effects = rnet.sweep(X, Y, lambda out: 1e4 + weighed(out) / 100, "all")
+    bar = effects.plot().axes[1]
+    ticks = bar.get_xticks()
+    shown = [float(text.get_text()) for text in bar.get_xticklabels()]
+    assert shown == pytest.approx(list(ticks), rel=0, abs=(ticks[-1] - ticks[0]) / 1000)
+
+
 def test_nothing_finite_is_drawn_all_the_same() -> None:
     rnet = recorder(chain(2), "0", "1", input_size=(2, 3))
     for positions in (None, "all"):

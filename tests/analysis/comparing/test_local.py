@@ -964,6 +964,12 @@ def test_faults_are_printed_tabulated_drawn_and_put_on_a_page(tmp_path: Any) -> 
     axis = difference.plot().axes[0]
     assert axis.get_ylabel() == "local error"
     assert len(axis.lines) > 3
+    equal = judged(net, net, IDS)
+    (line,) = [line for line in equal.plot().axes[0].lines if line.get_label() == "rounding"]
+    # The errors, all of which are 0, don't bound them.
+    drawn = [*zip(equal.local.values(), line.get_ydata(), strict=True)]
+    assert all(y == x.rounding for x, y in drawn if x.rounding > 0)
+    assert any(x.rounding > 0 for x, _ in drawn)
     assert difference.plot("max_abs").axes[0].get_ylabel() == "max abs"
     page = difference.report(tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Local error" in page
