@@ -239,11 +239,8 @@ def _finding(examined: _Examined, relations: Relations) -> Finding:
         kind, words = _as_named(examined, errors, relations, value)
     elif near and nearest and errors[nearest] <= _NEAR:
         value = nearest if errors[nearest] < errors[near] / 2 else near
-        off, explained = errors[near], examined.rounding[near]
-        kind, words = (
-            "beyond rounding",
-            f"{off:.2g} off, of which rounding explains {explained:.2g}",
-        )
+        kind, explained = "beyond rounding", examined.rounding[value]
+        words = f"{errors[value]:.2g} off, of which rounding explains {explained:.2g}"
     if target is None and kind != "constant":
         kind = "no such name"
     elif target and value and not relations.are_equal(value, target):

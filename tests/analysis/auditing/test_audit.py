@@ -301,6 +301,12 @@ def test_rows_and_layer_that_are_both_wrong_are_named_for_the_layer(rnet, net):
     assert finding.words == "a row holds what belongs 1 position earlier"
     earlier = tokens({BLOCK: held[BLOCK].roll(-2, 1)}).audit(rnet, inputs())[BLOCK]
     assert earlier.words == "a row holds what belongs 2 positions later"
+    torch.manual_seed(0)
+    noise = 0.05 * torch.randn_like(held[BLOCK])
+    noisy = tokens({BLOCK: held["model.layers.0"] + noise}).audit(rnet, inputs())[BLOCK]
+    assert (noisy.kind, noisy.layer.name) == ("other layer", "model.layers.0")
+    # The words are about the layer that is named.
+    assert noisy.words.startswith(f"{noisy.error:.2g} off")
 
 
 def test_words_do_not_name_the_layer_that_a_column_was_found_to_hold(rnet, net):
