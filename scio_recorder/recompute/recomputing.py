@@ -85,7 +85,9 @@ def recompute_pass(capture: Capture, selectors: Sequence[Any]) -> LayerMapping[A
             # Its moment knows the weights.
             output = digest_of(activations.peek(label))
             call = KeptCall(inputs.peek(label), moments[label], "", output)
-            outputs.update(_RepeatedCall(architecture, label, call, inside, posts).run())
+            again = _RepeatedCall(architecture, label, call, inside, posts)
+            # A run of the whole network must not count as a pass of a block around it.
+            outputs.update(capture.site.local.run_aside(again.run))
     return LayerMapping(architecture, outputs, "activation")
 
 
@@ -132,6 +134,8 @@ class Recomputation:
     ) -> None:
         self._recording = recording
         self._architecture = _same_architecture(recording.architecture, rnet)
+        recorder: Any = rnet
+        self._run_aside = recorder.capture.site.local.run_aside
         if not selectors:
             raise SelectorTypeError('no layers are named: write recompute(rnet, "layer3.*")')
         targets = select_layers(self._architecture, selectors, "recompute")
@@ -169,7 +173,8 @@ class Recomputation:
         for label, targets in self._wanted.items():
             call = self._recording.calls.call(number, label)
             settings = targets, self._posts, self._digest
-            outputs |= _RepeatedCall(self._architecture, label, call, *settings).run()
+            again = _RepeatedCall(self._architecture, label, call, *settings)
+            outputs |= self._run_aside(again.run)
         return outputs
 
     def _assigned(

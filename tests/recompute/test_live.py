@@ -187,6 +187,21 @@ def test_operations_that_a_post_processor_changed_are_an_error_also_where_it_doe
     assert same_bits(rnet.recompute("inner.last")["inner.last"], expected.detach())
 
 
+def test_a_run_of_the_whole_network_is_no_pass_of_a_block_around_it() -> None:
+    net = blocks().eval()
+    rnet, x = recorder(net, "", "1"), torch.randn(3, 4)
+    with rnet.watch(activation_postproc={"1": lambda value: value * 2}) as passes:
+        recording = rnet.collect([x], progress=False)
+        with Watch(net) as watch:
+            net(x)
+        expected = watch.calls["2.1.norm", 0].value
+        assert same_bits(rnet.recompute("2.1.norm")["2.1.norm"], expected)
+        posts = {"1": lambda value: value * 2}
+        collected = recording.recompute(rnet, "2.1.norm", activation_postproc=posts)
+        torch.testing.assert_close(collected["2.1.norm"], expected)
+    assert len(passes) == 1
+
+
 def test_the_call_of_a_module_that_is_called_several_times() -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     net = Net(lambda net, x: net.inner(net.inner(net.inner(x))), inner=inner)
