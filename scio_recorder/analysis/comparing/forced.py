@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from scio_recorder.analysis.comparing.pairing import joined_places
 from scio_recorder.layer import RowIdx
 from scio_recorder.lowlevel import (
     CallWrapper,
@@ -113,12 +114,8 @@ def places(value: Any) -> dict[Place, Any]:
     >>> places({"a": (1, None)})
     {('a', 0): 1, ('a', 1): None}
     """
-    parts: dict[Place, Any] = fold(value, lambda leaf: {(): leaf}, _joined)
+    parts: dict[Place, Any] = fold(value, lambda leaf: {(): leaf}, joined_places)
     return parts
-
-
-def _joined(container: Any, parts: list[tuple[Any, dict[Place, Any]]]) -> dict[Place, Any]:
-    return {(key, *at): leaf for key, inner in parts for at, leaf in inner.items()}
 
 
 def paired_places(own: Mapping[Place, Any], others: Mapping[Place, Any]) -> dict[Place, Place]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -65,7 +65,9 @@ def parts_of(value: Any, copy: Callable[[Tensor], Tensor] | None = None) -> Part
     >>> parts_of({"a": [1, 2], "b": None})
     {('a', 0): 1, ('a', 1): 2}
     """
-    parts: Parts = fold(value, partial(_leaf, copy), _placed, lambda part: type(part) is Parts)
+    parts: Parts = fold(
+        value, partial(_leaf, copy), joined_places, lambda part: type(part) is Parts
+    )
     return parts
 
 
@@ -187,11 +189,12 @@ def _tensors_of(parts: Parts) -> list[Tensor]:
 
 def _joined(inputs: Inputs) -> Parts:
     """Return the parts of all arguments, by their places in these."""
-    positional = _placed(None, [*enumerate(inputs.args)])
-    return _placed(None, [(0, positional), (1, _placed(None, [*inputs.kwargs.items()]))])
+    positional = joined_places(None, enumerate(inputs.args))
+    return joined_places(None, [(0, positional), (1, joined_places(None, inputs.kwargs.items()))])
 
 
-def _placed(container: Any, parts: list[tuple[Any, Parts]]) -> Parts:
+def joined_places(container: Any, parts: Iterable[tuple[Any, Mapping[Any, Any]]]) -> Parts:
+    """Return the parts of a container by their places in it, given those of each of its items."""
     return Parts({(key, *at): part for key, inner in parts for at, part in inner.items()})
 
 
